@@ -81,3 +81,18 @@ def all_gather_replicated(x: jax.Array, axis_name: AxisName, **kwargs: Any):
     if tracks_varying(axis_name):
         kwargs["to"] = "invarying"
     return lax.all_gather(x, axis_name, **kwargs)
+
+
+def require_bound(axis_names: Sequence[AxisName], argument: str = "axis_name") -> None:
+    """Raises a readable error when a mapped axis is used outside its function."""
+    missing = [name for name in axis_names if not is_bound(name)]
+    if not missing:
+        return
+    bound = bound_axes()
+    raise ValueError(
+        f"{argument} names {missing[0]!r}, but no such mapped axis is bound here"
+        f" (bound axes: {list(bound) if bound else 'none'}). A collective over it"
+        " needs an enclosing jax.shard_map whose mesh has that axis, or"
+        f" jax.pmap(..., axis_name={missing[0]!r}). Under plain jax.jit with sharded"
+        f" arrays the compiler reduces gradients by itself: leave {argument} out."
+    )

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 1: did this step overflow, and do all replicas agree on the answer?
+
+The flag is read from the *local*, still scaled gradients, before any reduction, so
+that no optimizer work has to wait for the last all-reduce. It is sound: when no
+replica reports, neither the reduced nor the unscaled gradients can be non-finite.
+A replica therefore reports
+
+1. a value that is not finite,
+2. a value so large that the reduction could overflow on the way (`Headroom`),
+3. a value that would overflow when it is divided by a loss scale below 1.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_npu._compat import (
+    AxisName,
+    axis_size,
+    require_bound,
+    varying_axes,
+)
+from optax_npu._trees import PyTree, compute_dtype, inexact_leaves, real_dtype
+
+
+class Headroom(NamedTuple):
+    """How far a value may grow between the test and the optimizer.
+
+    Attributes:
+      replicas: How many replicas are reduced.
+      summed: Whether they are summed; a mean cannot grow.
+      dtypes: Further dtypes in which the reduction accumulates or travels, beside
+        the default of at least float32.
+    """
+
+    replicas: int = 1
+    summed: bool = False
+    dtypes: tuple[Any, ...] = ()
+
+    def growth(self) -> int:
+        """The largest factor by which the reduction can grow a value."""
+        return self.replicas if self.summed else 1
+
+
+def local_overflow(
+    tree: PyTree,
+    loss_scale: jax.Array,
+    *,
+    headroom: Headroom | None = None,
+    scale_may_be_below_one: bool = True,
+) -> jax.Array:
+    """Whether any floating or complex value of this replica overflows.
+
+    Args:
+      tree: The scaled gradients of this replica.
+      loss_scale: The scale they carry, float32[].
+      headroom: The reduction that follows, if the test stands before one.
+      scale_may_be_below_one: False saves the third test (module docstring).
+
+    Returns:
+      bool[]. An empty tree is finite.
+    """
+    headroom = headroom or Headroom()
+    leaves = inexact_leaves(tree)
+    bad = [
+        _leaf_overflow(x, loss_scale, headroom, scale_may_be_below_one) for x in leaves
+    ]
+    return jnp.any(jnp.stack(bad)) if bad else jnp.zeros((), jnp.bool_)
+
+
+def _leaf_overflow(
+    x: jax.Array, loss_scale: jax.Array, headroom: Headroom, below_one: bool
+) -> jax.Array:
+    x = jnp.asarray(x)
+    if headroom.replicas == 1 and not headroom.dtypes and not below_one:
+        return ~jnp.all(jnp.isfinite(x))
+    limit = _largest_safe(x.dtype, loss_scale, headroom, below_one)
+    x = x.astype(compute_dtype(x.dtype))
+    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+    within = [jnp.all(jnp.abs(part) <= limit) for part in parts]  # False for NaN
+    return ~jnp.all(jnp.stack(within))
+
+
+def _largest_safe(
+    dtype: Any, loss_scale: jax.Array, headroom: Headroom, below_one: bool
+) -> jax.Array:
+    """The largest magnitude that neither the reduction nor the unscaling overflows."""
+    wide = real_dtype(compute_dtype(dtype))
+    own = jnp.finfo(dtype).max.astype(wide)
+    growth = headroom.growth()
+    on_the_way = [wide, *(real_dtype(t) for t in headroom.dtypes)]
+    limits = [own] + [_shrunk(t, headroom.replicas, growth, wide) for t in on_the_way]
+    if below_one or growth > 1:
+        # The result is `growth * x / scale` in the dtype of the leaf.
+        ratio = jnp.minimum(1, loss_scale.astype(wide) / growth)
+        limits.append(own * ratio * (1 - 4 * jnp.finfo(wide).eps))
+    return jnp.min(jnp.stack(limits))
+
+
+def _shrunk(dtype: Any, replicas: int, growth: int, wide: Any) -> jax.Array:
+    """`max / growth`, less what rounding in `replicas` additions can add."""
+    info = jnp.finfo(dtype)
+    slack = 0.0 if replicas == 1 else min(0.5, (replicas + 4) * float(info.eps))
+    largest = min(float(info.max), float(jnp.finfo(wide).max))
+    return jnp.asarray(largest / growth * (1 - slack), wide)
+
+
+def agree(flag: jax.Array, axis_names: Sequence[AxisName]) -> jax.Array:
+    """Whether any replica along `axis_names` raised its flag, equal on all of them.
+
+    An int32 sum: `max` would be fine for a flag but drops NaN when it is used on
+    the values themselves, a byte would wrap at 256 replicas, and "some replica is
+    finite" is the wrong question.
+
+    Raises:
+      ValueError: An axis is not bound, or the flag still differs along a mesh axis
+        that was not named (the replicas would drift apart).
+    """
+    require_bound(axis_names)
+    count = flag.astype(jnp.int32)
+    if axis_names and axis_size(axis_names) > 1:
+        count = lax.psum(count, tuple(axis_names))
+    left = sorted(map(repr, varying_axes(count) - set(axis_names)))
+    if left:
+        raise ValueError(
+            f"axis_name={tuple(axis_names)!r} leaves out the mesh axes"
+            f" {', '.join(left)}, along which the gradients differ. Some replicas"
+            " would skip a step that others apply. Name every axis along which"
+            " gradients differ, data and model axes alike (in npu_optimizer:"
+            " agreement_axes=...)."
+        )
+    return count > 0

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages 4 and 7: divide by the scale that scaled this loss, then move the scale."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_npu._compat import AxisNames, as_axis_tuple, match_varying
+from optax_npu._loss_scale import LossScaleState, as_loss_scale, repair
+from optax_npu._overflow import agree, local_overflow
+from optax_npu._trees import PyTree, compute_dtype, is_inexact, real_dtype
+
+
+def npu_loss_scale(
+    loss_scale: Any = "dynamic", *, axis_name: AxisNames | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Takes scaled gradients, returns unscaled ones and moves the loss scale.
+
+    Put it first in a chain, before any clipping: a clip turns inf into a finite
+    value and hides the overflow. ::
+
+        optax_npu.chain(npu_loss_scale(), optax.clip_by_global_norm(1.), optax.lamb(1e-3))
+
+    **On overflow** it returns zeros, so that no non-finite value ever gets through,
+    lowers the scale by the rule and counts the skip. An element of a plain
+    ``optax.chain`` has no power over its neighbours' state, though: a zero gradient
+    still decays moments, advances schedules, and moves LAMB by a full step.
+    ``optax_npu.chain`` (or ``skip_on_overflow`` around the finished chain) holds
+    everything and is the spelling to use.
+
+    Args:
+      loss_scale: A loss scale (``DynamicLossScale(...)``, ``loss_scale_preset(...)``,
+        ...), a number (that fixed scale; overflows are skipped), ``"dynamic"``, or
+        ``None``: off, with the same state tree.
+      axis_name: All mapped axes whose replicas must agree on a skip, data *and*
+        model axes: a name or a tuple of names. Leave it out under plain ``jit``.
+
+    Returns:
+      A transformation whose state is a ``LossScaleState``. Its ``update`` takes two
+      optional extra arguments: ``found_inf`` (bool[], an outside overflow flag, OR-ed
+      in before the replicas agree) and ``assume_finite`` (Python bool; the caller
+      has tested this step already, as ``skip_on_overflow`` does).
+
+      Floating and complex leaves are divided in float32 (float64 stays float64) and
+      returned in their own dtype; a float16 or float8 leaf whose parameter is wider
+      comes back in the parameter's dtype, because its own would flush the very
+      values that the scale has saved. Other leaves pass untouched.
+
+    Raises:
+      ValueError: The loss scale is unknown or out of range; at trace time, an axis
+        is not bound or one is missing.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_npu
+      >>> tx = optax.chain(optax_npu.npu_loss_scale(1024.0), optax.sgd(1.0))
+      >>> params = {"w": jnp.zeros(2)}
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update({"w": jnp.array([1024.0, 512.0])}, state, params)
+      >>> print(updates["w"])
+      [-1.  -0.5]
+
+    References:
+      Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_; ``tf.mixed_precision`` and Ascend's
+      ``NPULossScaleOptimizer`` for the order of unscaling and moving the scale.
+    """
+    rule = as_loss_scale(loss_scale)
+    axes = as_axis_tuple(axis_name)
+
+    def init_fn(params: PyTree) -> LossScaleState:
+        del params
+        return rule.init()
+
+    def update_fn(
+        updates: PyTree,
+        state: LossScaleState,
+        params: PyTree | None = None,
+        *,
+        found_inf: jax.Array | bool | None = None,
+        assume_finite: bool = False,
+        **extra_args: Any,
+    ) -> tuple[PyTree, LossScaleState]:
+        del extra_args
+        state = repair(state, rule)
+        with jax.named_scope("optax_npu/unscale"):
+            unscaled = unscale(updates, state.loss_scale, params)
+        if assume_finite:
+            return unscaled, rule.update(state, jnp.ones((), jnp.bool_))[0]
+        if not rule.skips:
+            return unscaled, rule.update(state, jnp.ones((), jnp.bool_))[0]
+        with jax.named_scope("optax_npu/overflow"):
+            bad = local_overflow(
+                updates,
+                state.loss_scale,
+                scale_may_be_below_one=rule.may_be_below_one,
+            )
+            overflow = agree(with_outside_flag(bad, found_inf), axes)
+        return zero_where(overflow, unscaled), rule.update(state, ~overflow)[0]
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def with_outside_flag(flag: jax.Array, found_inf: jax.Array | bool | None) -> jax.Array:
+    """The flag, OR-ed with an outside one of this replica (a scalar, any dtype)."""
+    if found_inf is None:
+        return flag
+    outside = jnp.asarray(found_inf)
+    if outside.ndim:
+        raise ValueError(
+            f"found_inf has shape {outside.shape}, but it is one flag per replica:"
+            " pass a scalar, e.g. found_inf=jnp.any(flags)."
+        )
+    return flag | (outside != 0)
+
+
+def unscale(tree: PyTree, loss_scale: jax.Array, params: PyTree | None) -> PyTree:
+    """Every floating or complex leaf divided by the scale; see `npu_loss_scale`."""
+
+    def leaf(x: Any, param: Any = None) -> Any:
+        return unscale_leaf(x, loss_scale, output_dtype(x, param))
+
+    if params is None:
+        return jax.tree.map(leaf, tree)
+    return jax.tree.map(leaf, tree, params)
+
+
+def output_dtype(x: Any, param: Any) -> Any:
+    """The dtype in which a gradient leaves this stage.
+
+    Its own, unless its exponent range is narrower than its parameter's.
+    """
+    if not is_inexact(x):
+        return None
+    dtype = jnp.asarray(x).dtype
+    if not is_inexact(param):
+        return dtype
+    wider = jnp.asarray(param).dtype
+    return wider if jnp.finfo(dtype).minexp > jnp.finfo(wider).minexp else dtype
+
+
+def unscale_leaf(x: Any, loss_scale: jax.Array, dtype: Any) -> Any:
+    """One leaf divided by the scale in at least float32; exact for powers of two.
+
+    The reciprocal of 2^127 is subnormal, and flushed to zero on most hardware, so a
+    scale above 2^126 is divided out in two exact factors.
+    """
+    if not is_inexact(x):
+        return x
+    wide = compute_dtype(jnp.asarray(x).dtype)
+    scale = loss_scale.astype(real_dtype(wide))
+    half = jnp.where(scale > 2.0**126, 0.5, 1.0).astype(scale.dtype)
+    inverse = 1 / (scale * half)
+    return (jnp.asarray(x).astype(wide) * inverse * half).astype(dtype)
+
+
+def zero_where(overflow: jax.Array, tree: PyTree) -> PyTree:
+    """`tree`, or zeros of the same dtypes where the step overflowed.
+
+    The zero is -0.0: the one float that leaves *every* float unchanged when it is
+    added, so that `optax.apply_updates` keeps a parameter of -0.0 bit for bit.
+    """
+
+    def leaf(x: Any) -> Any:
+        if not hasattr(x, "dtype") or x.dtype == jax.dtypes.float0:
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return jnp.where(overflow, match_varying(neutral(x), x), x)
+
+    return jax.tree.map(leaf, tree)
+
+
+def neutral(x: jax.Array) -> jax.Array:
+    """The scalar that adds nothing: -0.0 for floats, 0 for integers and booleans."""
+    if jnp.iscomplexobj(x):
+        return jnp.asarray(complex(-0.0, -0.0), x.dtype)
+    return jnp.asarray(-0.0 if is_inexact(x) else 0, x.dtype)
