@@ -1,2 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss scaling, two-level gradient all-reduce and tail hiding for Optax."""
+
+# Loss scale
+from optax_npu._gate import apply_gradients as apply_gradients
+from optax_npu._gate import chain as chain
+from optax_npu._gate import keep_if_applied as keep_if_applied
+from optax_npu._gate import skip_on_overflow as skip_on_overflow
+from optax_npu._grad import get_loss_scale as get_loss_scale
+from optax_npu._grad import local_params as local_params
+from optax_npu._grad import scale_loss as scale_loss
+from optax_npu._grad import scaled_value_and_grad as scaled_value_and_grad
+from optax_npu._monitor import LossScaleError as LossScaleError
+from optax_npu._monitor import check_health as check_health
+from optax_npu._monitor import loss_scale_metrics as loss_scale_metrics
+from optax_npu._unscale import npu_loss_scale as npu_loss_scale

@@ -21,6 +21,7 @@ from jax import lax
 from optax_npu._compat import (
     AxisName,
     axis_size,
+    extremes_are_fast,
     require_bound,
     varying_axes,
 )
@@ -47,11 +48,7 @@ class Headroom(NamedTuple):
 
 
 def local_overflow(
-    tree: PyTree,
-    loss_scale: jax.Array,
-    *,
-    headroom: Headroom | None = None,
-    scale_may_be_below_one: bool = True,
+    tree: PyTree, loss_scale: jax.Array, headroom: Headroom | None = None
 ) -> jax.Array:
     """Whether any floating or complex value of this replica overflows.
 
@@ -59,45 +56,46 @@ def local_overflow(
       tree: The scaled gradients of this replica.
       loss_scale: The scale they carry, float32[].
       headroom: The reduction that follows, if the test stands before one.
-      scale_may_be_below_one: False saves the third test (module docstring).
 
     Returns:
       bool[]. An empty tree is finite.
     """
-    headroom = headroom or Headroom()
-    leaves = inexact_leaves(tree)
-    bad = [
-        _leaf_overflow(x, loss_scale, headroom, scale_may_be_below_one) for x in leaves
+    leaves = [jnp.asarray(x) for x in inexact_leaves(tree)]
+    limits = {
+        dtype: _largest_safe(dtype, loss_scale, headroom or Headroom())
+        for dtype in dict.fromkeys(x.dtype for x in leaves)
+    }
+    within = [
+        _within(part, limits[x.dtype])
+        for x in leaves
+        for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))
     ]
-    return jnp.any(jnp.stack(bad)) if bad else jnp.zeros((), jnp.bool_)
+    return ~jnp.all(jnp.stack(within)) if within else jnp.zeros((), jnp.bool_)
 
 
-def _leaf_overflow(
-    x: jax.Array, loss_scale: jax.Array, headroom: Headroom, below_one: bool
-) -> jax.Array:
-    x = jnp.asarray(x)
-    if headroom.replicas == 1 and not headroom.dtypes and not below_one:
-        return ~jnp.all(jnp.isfinite(x))
-    limit = _largest_safe(x.dtype, loss_scale, headroom, below_one)
-    x = x.astype(compute_dtype(x.dtype))
-    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-    within = [jnp.all(jnp.abs(part) <= limit) for part in parts]  # False for NaN
-    return ~jnp.all(jnp.stack(within))
+def _within(x: jax.Array, limit: jax.Array) -> jax.Array:
+    """Whether `-limit <= x <= limit` everywhere; False for nan.
+
+    Both extremes propagate nan, and need no temporary: `all(isfinite(x))` writes one
+    byte per element on CPU.
+    """
+    if not extremes_are_fast(x.dtype):
+        return jnp.all(jnp.abs(x.astype(limit.dtype)) <= limit)
+    low, high = (f(x).astype(limit.dtype) for f in (jnp.min, jnp.max))
+    return (low >= -limit) & (high <= limit)
 
 
-def _largest_safe(
-    dtype: Any, loss_scale: jax.Array, headroom: Headroom, below_one: bool
-) -> jax.Array:
+def _largest_safe(dtype: Any, loss_scale: jax.Array, headroom: Headroom) -> jax.Array:
     """The largest magnitude that neither the reduction nor the unscaling overflows."""
     wide = real_dtype(compute_dtype(dtype))
     own = jnp.finfo(dtype).max.astype(wide)
     growth = headroom.growth()
     on_the_way = [wide, *(real_dtype(t) for t in headroom.dtypes)]
     limits = [own] + [_shrunk(t, headroom.replicas, growth, wide) for t in on_the_way]
-    if below_one or growth > 1:
-        # The result is `growth * x / scale` in the dtype of the leaf.
-        ratio = jnp.minimum(1, loss_scale.astype(wide) / growth)
-        limits.append(own * ratio * (1 - 4 * jnp.finfo(wide).eps))
+    # The result is `growth * x / scale` in the dtype of the leaf.
+    ratio = loss_scale.astype(wide) / growth
+    rounding = 1 - 4 * float(jnp.finfo(wide).eps)
+    limits.append(own * jnp.where(ratio < 1, ratio * rounding, 1).astype(wide))
     return jnp.min(jnp.stack(limits))
 
 

@@ -91,11 +91,7 @@ def npu_loss_scale(
         if not rule.skips:
             return unscaled, rule.update(state, jnp.ones((), jnp.bool_))[0]
         with jax.named_scope("optax_npu/overflow"):
-            bad = local_overflow(
-                updates,
-                state.loss_scale,
-                scale_may_be_below_one=rule.may_be_below_one,
-            )
+            bad = local_overflow(updates, state.loss_scale)
             overflow = agree(with_outside_flag(bad, found_inf), axes)
         return zero_where(overflow, unscaled), rule.update(state, ~overflow)[0]
 
@@ -117,42 +113,44 @@ def with_outside_flag(flag: jax.Array, found_inf: jax.Array | bool | None) -> ja
 
 def unscale(tree: PyTree, loss_scale: jax.Array, params: PyTree | None) -> PyTree:
     """Every floating or complex leaf divided by the scale; see `npu_loss_scale`."""
+    factors = {}  # one pair of scalars per dtype, not per leaf
 
     def leaf(x: Any, param: Any = None) -> Any:
-        return unscale_leaf(x, loss_scale, output_dtype(x, param))
+        if not is_inexact(x):
+            return x
+        x = jnp.asarray(x)
+        wide = compute_dtype(x.dtype)
+        if wide not in factors:
+            factors[wide] = _inverse(loss_scale.astype(real_dtype(wide)))
+        inverse, half = factors[wide]
+        return (x.astype(wide) * inverse * half).astype(output_dtype(x, param))
 
-    if params is None:
-        return jax.tree.map(leaf, tree)
-    return jax.tree.map(leaf, tree, params)
+    def passes(x: Any) -> bool:
+        return x is None or isinstance(x, optax.MaskedNode)
+
+    rest = () if params is None else (params,)
+    return jax.tree.map(leaf, tree, *rest, is_leaf=passes)
 
 
-def output_dtype(x: Any, param: Any) -> Any:
+def _inverse(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two factors whose product is the reciprocal; exact for powers of two.
+
+    The reciprocal of 2^127 is subnormal, and flushed to zero on most hardware, so a
+    scale above 2^126 is divided out in two steps.
+    """
+    half = jnp.where(scale > 2.0**126, 0.5, 1.0).astype(scale.dtype)
+    return 1 / (scale * half), half
+
+
+def output_dtype(x: jax.Array, param: Any) -> Any:
     """The dtype in which a gradient leaves this stage.
 
     Its own, unless its exponent range is narrower than its parameter's.
     """
-    if not is_inexact(x):
-        return None
-    dtype = jnp.asarray(x).dtype
     if not is_inexact(param):
-        return dtype
+        return x.dtype
     wider = jnp.asarray(param).dtype
-    return wider if jnp.finfo(dtype).minexp > jnp.finfo(wider).minexp else dtype
-
-
-def unscale_leaf(x: Any, loss_scale: jax.Array, dtype: Any) -> Any:
-    """One leaf divided by the scale in at least float32; exact for powers of two.
-
-    The reciprocal of 2^127 is subnormal, and flushed to zero on most hardware, so a
-    scale above 2^126 is divided out in two exact factors.
-    """
-    if not is_inexact(x):
-        return x
-    wide = compute_dtype(jnp.asarray(x).dtype)
-    scale = loss_scale.astype(real_dtype(wide))
-    half = jnp.where(scale > 2.0**126, 0.5, 1.0).astype(scale.dtype)
-    inverse = 1 / (scale * half)
-    return (jnp.asarray(x).astype(wide) * inverse * half).astype(dtype)
+    return wider if jnp.finfo(x.dtype).minexp > jnp.finfo(wider).minexp else x.dtype
 
 
 def zero_where(overflow: jax.Array, tree: PyTree) -> PyTree:
