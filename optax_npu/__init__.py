@@ -10,7 +10,16 @@ from optax_npu._grad import get_loss_scale as get_loss_scale
 from optax_npu._grad import local_params as local_params
 from optax_npu._grad import scale_loss as scale_loss
 from optax_npu._grad import scaled_value_and_grad as scaled_value_and_grad
+from optax_npu._loss_scale import DynamicLossScale as DynamicLossScale
+from optax_npu._loss_scale import (
+    ExponentialUpdateLossScaleManager as ExponentialUpdateLossScaleManager,
+)
+from optax_npu._loss_scale import FixedLossScale as FixedLossScale
+from optax_npu._loss_scale import FixedLossScaleManager as FixedLossScaleManager
 from optax_npu._monitor import LossScaleError as LossScaleError
 from optax_npu._monitor import check_health as check_health
 from optax_npu._monitor import loss_scale_metrics as loss_scale_metrics
+from optax_npu._presets import loss_scale_preset as loss_scale_preset
+from optax_npu._scale_rule import LossScale as LossScale
+from optax_npu._scale_rule import LossScaleState as LossScaleState
 from optax_npu._unscale import npu_loss_scale as npu_loss_scale
