@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 F32_MAX = float(np.finfo(np.float32).max)
 F32_TINY = float(np.finfo(np.float32).tiny)
@@ -19,7 +19,7 @@ _INT32_MAX = 2**31 - 1
 
 def is_traced(x: Any) -> bool:
     """Whether a value is known only when the compiled program runs."""
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, Tracer)
 
 
 def check_scale(name: str, value: Any, *, at_least: float = F32_TINY) -> Any:
@@ -32,6 +32,11 @@ def check_scale(name: str, value: Any, *, at_least: float = F32_TINY) -> Any:
         f"a finite number from {least} to 3.4e38, which float32 can hold",
         "2.0**15 is a common start for float16, 1.0 for bfloat16.",
     )
+
+
+def check_scale_from_one(name: str, value: Any) -> Any:
+    """A loss scale of at least 1, as the ported fixed scales demand."""
+    return check_scale(name, value, at_least=1.0)
 
 
 def check_growth(name: str, value: Any) -> Any:
@@ -85,8 +90,38 @@ def check_flag(name: str, value: Any) -> bool:
     )
 
 
+def check_fields(instance: Any, **checks: Any) -> None:
+    """Replaces fields of a frozen dataclass by their checked Python values."""
+    for name, check in checks.items():
+        label = f"{type(instance).__name__}: {name}"
+        object.__setattr__(instance, name, check(label, getattr(instance, name)))
+
+
+def check_bounds(loss_scale: Any, init: Any) -> None:
+    """Checks and stores `min_loss_scale` and `max_loss_scale` of a loss scale."""
+    check_fields(loss_scale, min_loss_scale=check_scale)
+    floor = loss_scale.min_loss_scale
+    # The floor of 1 that a rule comes with may be above the start; a chosen one not.
+    if not is_traced(init) and not is_traced(floor) and floor > max(init, 1.0):
+        raise ValueError(
+            f"min_loss_scale={floor!r} is above the initial scale {init!r}, but the"
+            " scale must start at or above its floor. Lower one or raise the other."
+        )
+    if loss_scale.max_loss_scale is None:
+        return
+    check_fields(loss_scale, max_loss_scale=check_scale)
+    ceiling = loss_scale.max_loss_scale
+    if is_traced(init) or is_traced(floor) or is_traced(ceiling):
+        return
+    if ceiling < max(floor, init):
+        raise ValueError(
+            f"max_loss_scale={ceiling!r} is below the initial scale {init!r} or below"
+            f" min_loss_scale={floor!r}. Raise it, or start lower."
+        )
+
+
 def _number(
-    name: str, value: Any, is_good: Callable[[float], bool], need: str, hint: str
+    name: str, value: Any, is_good: Callable[[float], Any], need: str, hint: str
 ) -> Any:
     """`value` as a Python float; a tracer as it is."""
     if is_traced(value):

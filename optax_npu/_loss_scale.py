@@ -10,11 +10,13 @@ from typing import Any, Self
 
 from optax_npu._checks import (
     check_backoff,
+    check_bounds,
+    check_fields,
     check_flag,
     check_growth,
     check_scale,
+    check_scale_from_one,
     check_steps,
-    is_traced,
 )
 from optax_npu._scale_rule import LossScale, Rule
 
@@ -70,7 +72,7 @@ class DynamicLossScale(LossScale):
     max_loss_scale: float | None = None
 
     def __post_init__(self) -> None:
-        _normalize(
+        check_fields(
             self,
             initial_loss_scale=check_scale,
             increment_period=check_steps,
@@ -137,7 +139,7 @@ class FixedLossScale(LossScale):
     loss_scale: float
 
     def __post_init__(self) -> None:
-        _normalize(self, loss_scale=_at_least_one)
+        check_fields(self, loss_scale=check_scale_from_one)
 
     @property
     def rule(self) -> Rule:
@@ -210,7 +212,7 @@ class ExponentialUpdateLossScaleManager(LossScale):
     max_loss_scale: float | None = None
 
     def __post_init__(self) -> None:
-        _normalize(
+        check_fields(
             self,
             init_loss_scale=check_scale,
             incr_every_n_steps=check_steps,
@@ -267,7 +269,9 @@ class FixedLossScaleManager(LossScale):
     enable_overflow_check: bool = True
 
     def __post_init__(self) -> None:
-        _normalize(self, loss_scale=_at_least_one, enable_overflow_check=check_flag)
+        check_fields(
+            self, loss_scale=check_scale_from_one, enable_overflow_check=check_flag
+        )
 
     @property
     def rule(self) -> Rule:
@@ -315,44 +319,11 @@ def as_loss_scale(value: Any) -> LossScale:
             f"loss_scale is the class {value.__name__} itself, an instance is needed:"
             f" {value.__name__}(...)."
         )
+    number: Any = value
     try:
-        return FixedLossScaleManager(value)
+        return FixedLossScaleManager(number)
     except TypeError as error:
         raise TypeError(
             f"loss_scale must be a loss scale, a number, 'dynamic' or None, got"
             f" {value!r} of type {type(value).__name__}."
         ) from error
-
-
-def check_bounds(loss_scale: Any, init: Any) -> None:
-    """Checks and stores `min_loss_scale` and `max_loss_scale` of a loss scale."""
-    _normalize(loss_scale, min_loss_scale=check_scale)
-    floor = loss_scale.min_loss_scale
-    # The floor of 1 that a rule comes with may be above the start; a chosen one not.
-    if not is_traced(init) and not is_traced(floor) and floor > max(init, 1.0):
-        raise ValueError(
-            f"min_loss_scale={floor!r} is above the initial scale {init!r}, but the"
-            " scale must start at or above its floor. Lower one or raise the other."
-        )
-    if loss_scale.max_loss_scale is None:
-        return
-    _normalize(loss_scale, max_loss_scale=check_scale)
-    ceiling = loss_scale.max_loss_scale
-    if is_traced(init) or is_traced(floor) or is_traced(ceiling):
-        return
-    if ceiling < max(floor, init):
-        raise ValueError(
-            f"max_loss_scale={ceiling!r} is below the initial scale {init!r} or below"
-            f" min_loss_scale={floor!r}. Raise it, or start lower."
-        )
-
-
-def _at_least_one(name: str, value: Any) -> Any:
-    return check_scale(name, value, at_least=1.0)
-
-
-def _normalize(instance: Any, **checks: Any) -> None:
-    """Replaces fields of a frozen dataclass by their checked Python values."""
-    for name, check in checks.items():
-        label = f"{type(instance).__name__}: {name}"
-        object.__setattr__(instance, name, check(label, getattr(instance, name)))

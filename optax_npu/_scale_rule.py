@@ -202,7 +202,8 @@ def _move(rule: Rule, state: LossScaleState, finite: jax.Array) -> LossScaleStat
     grows = finite & (good >= _growth_threshold(rule))
     lowers = ~finite & (bad >= rule.hysteresis)
     if is_traced(rule.tolerance) or rule.tolerance > 0:
-        lowers &= bad.astype(jnp.float32) / age.astype(jnp.float32) >= rule.tolerance
+        share = jnp.asarray(bad, jnp.float32) / jnp.asarray(age, jnp.float32)
+        lowers &= share >= rule.tolerance
     clears_bad = {"finite": finite, "growth": grows, "lowering": lowers}
     cleared = jnp.full_like(finite, False)
     for event in rule.bad_cleared_by:
