@@ -23,3 +23,9 @@ from optax_npu._presets import loss_scale_preset as loss_scale_preset
 from optax_npu._scale_rule import LossScale as LossScale
 from optax_npu._scale_rule import LossScaleState as LossScaleState
 from optax_npu._unscale import npu_loss_scale as npu_loss_scale
+from optax_npu._optimizer import NPUOptimizerState as NPUOptimizerState
+from optax_npu._optimizer import npu_loss_scale_optimizer as npu_loss_scale_optimizer
+from optax_npu._optimizer import npu_optimizer as npu_optimizer
+from optax_npu._weight_decay import (
+    exclude_from_weight_decay as exclude_from_weight_decay,
+)

@@ -9,6 +9,7 @@ several passes over all state. The branch is taken on CPU, outside mapped functi
 where the flag is the same for the whole program.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +19,12 @@ import optax
 from jax import lax
 
 from optax_npu._compat import bound_axes, match_varying
-from optax_npu._loss_scale import LossScaleState
+from optax_npu._scale_rule import LossScaleState
 from optax_npu._trees import PyTree
-from optax_npu._unscale import neutral, zero_where
+from optax_npu._unscale import AssumedFinite, neutral, zero_where
 
-# What a gated step maps: (gradients, optimizer state, parameters) to
-# (updates or new parameters, new optimizer state).
+# (gradients, optimizer state, parameters) -> (updates or new parameters, new state)
 StepFn = Callable[..., tuple[PyTree, PyTree]]
-
-
-def is_loss_scale_state(x: Any) -> bool:
-    """Whether a node of a state tree is a `LossScaleState`."""
-    return isinstance(x, LossScaleState)
 
 
 def find_loss_scale_state(opt_state: PyTree) -> LossScaleState:
@@ -128,23 +123,13 @@ def skip_on_overflow(
     inner = optax.with_extra_args_support(tx)
 
     def update_fn(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree | None = None,
-        *,
-        assume_finite: bool = False,
-        **extra_args: Any,
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        if not _nodes(state, LossScaleState) or assume_finite:
-            if assume_finite:
-                extra_args["assume_finite"] = True
-            return inner.update(updates, state, params, **extra_args)
-        find_loss_scale_state(state)
+        def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            return inner.update(grads, state, params, **extra_args)
 
-        def step(grads: PyTree, state: PyTree, params: PyTree, known_good: bool):
-            extra = {"assume_finite": True} if known_good else {}
-            return inner.update(grads, state, params, **extra_args, **extra)
-
+        if _nodes(state, AssumedFinite) or not _nodes(state, LossScaleState):
+            return step(updates, state, params)
         return gated(step, updates, state, params)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
@@ -209,14 +194,12 @@ def apply_gradients(
     """
     inner = optax.with_extra_args_support(tx)
 
-    def step(grads: PyTree, state: PyTree, params: PyTree, known_good: bool):
-        extra = {"assume_finite": True} if known_good else {}
-        updates, state = inner.update(grads, state, params, **extra_args, **extra)
+    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = inner.update(grads, state, params, **extra_args)
         return optax.apply_updates(params, updates), state
 
     if not _nodes(opt_state, LossScaleState):
-        return step(grads, opt_state, params, False)
-    find_loss_scale_state(opt_state)
+        return step(grads, opt_state, params)
     return gated(step, grads, opt_state, params, keep_params=True)
 
 
@@ -231,8 +214,7 @@ def gated(
     """Runs `step`, or keeps everything but the loss-scale state on overflow.
 
     Args:
-      step: ``step(grads, state, params, known_good) -> (result, state)``. Static
-        `known_good`: the step has been tested, run it without a test.
+      step: ``step(grads, state, params) -> (result, state)``, without a gate.
       grads: Scaled gradients.
       state: Optimizer state that holds one `LossScaleState`.
       params: Parameters or `None`.
@@ -241,35 +223,53 @@ def gated(
     Returns:
       The result and the new state.
     """
-    traced_once = jax.jit(step, static_argnums=3)
+    find_loss_scale_state(state)
+    inputs = jax.tree.leaves((grads, state, params))
+    if _branch_pays(inputs):
+        select = functools.partial(_select, jax.jit(step), keep_params)
+        branch = functools.partial(_branch, jax.jit(step), keep_params)
+        return lax.platform_dependent(grads, state, params, cpu=branch, default=select)
+    return _select(step, keep_params, grads, state, params)
 
-    def select() -> tuple[PyTree, PyTree]:
-        result, new = traced_once(grads, state, params, False)
-        skip = find_loss_scale_state(new).found_inf
-        result = (
-            keep_where(skip, params, result) if keep_params else zero_where(skip, result)
-        )
-        return result, with_loss_scale(keep_where(skip, state, new), new)
 
-    def branch() -> tuple[PyTree, PyTree]:
-        # All but the flag and the loss-scale state is dead code here.
-        tested = traced_once(grads, state, params, False)[1]
-        skip = find_loss_scale_state(tested).found_inf
+def _branch_pays(inputs: list[Any]) -> bool:
+    """Whether a branch is possible here, and in place on CPU.
 
-        def skipped() -> tuple[PyTree, PyTree]:
-            like = jax.eval_shape(lambda: traced_once(grads, state, params, True))
-            old = params if keep_params else None
-            return _stand_still(like, old, state)
+    Not in a mapped function, where updates must not wait for the flag; nor outside
+    of a compiled one, where nothing fuses; nor with float0, which XLA does not know.
+    """
+    traced = any(isinstance(x, jax.core.Tracer) for x in inputs)
+    float0 = any(getattr(x, "dtype", None) == jax.dtypes.float0 for x in inputs)
+    return traced and not float0 and not bound_axes()
 
-        # The branch that updates comes first: older XLA copies all state otherwise.
-        result, new = lax.cond(
-            ~skip, lambda: traced_once(grads, state, params, True), skipped
-        )
-        return result, with_loss_scale(new, tested)
 
-    if bound_axes():
-        return select()
-    return lax.platform_dependent(cpu=branch, default=select)
+def _select(
+    step: StepFn, keep_params: bool, grads: PyTree, state: PyTree, params: PyTree
+) -> tuple[PyTree, PyTree]:
+    result, new = step(grads, state, params)
+    scaling = find_loss_scale_state(new)
+    skip = scaling.found_inf
+    held = keep_where(skip, params, result) if keep_params else zero_where(skip, result)
+    return held, _map_loss_scale(lambda _: scaling, keep_where(skip, state, new))
+
+
+def _branch(
+    step: StepFn, keep_params: bool, grads: PyTree, state: PyTree, params: PyTree
+) -> tuple[PyTree, PyTree]:
+    # Of the first call only the loss-scale state is used; the rest is dead code.
+    scaling = find_loss_scale_state(step(grads, state, params)[1])
+    known_good = _map_loss_scale(AssumedFinite, state)
+
+    def run() -> tuple[PyTree, PyTree]:
+        return step(grads, known_good, params)
+
+    def stand_still() -> tuple[PyTree, PyTree]:
+        like = jax.eval_shape(run)
+        return _stand_still(like, params if keep_params else None, state)
+
+    # The branch that updates comes first: older XLA copies all state otherwise.
+    result, new = lax.cond(~scaling.found_inf, run, stand_still)
+    return result, _map_loss_scale(lambda _: scaling, new)
 
 
 def _stand_still(like: PyTree, params: PyTree | None, state: PyTree) -> PyTree:
@@ -302,14 +302,13 @@ def keep_where(skip: jax.Array, old: PyTree, new: PyTree) -> PyTree:
     return jax.tree.map(leaf, new, old)
 
 
-def with_loss_scale(state: PyTree, source: PyTree) -> PyTree:
-    """`state` with the `LossScaleState` of `source`."""
-    current = find_loss_scale_state(source)
-    return jax.tree.map(
-        lambda x: current if is_loss_scale_state(x) else x,
-        state,
-        is_leaf=is_loss_scale_state,
-    )
+def _map_loss_scale(fun: Callable[[LossScaleState], Any], state: PyTree) -> PyTree:
+    """`state` with its `LossScaleState` replaced."""
+
+    def leaf(x: Any) -> Any:
+        return fun(x) if isinstance(x, LossScaleState) else x
+
+    return jax.tree.map(leaf, state, is_leaf=lambda x: isinstance(x, LossScaleState))
 
 
 def keep_if_applied(opt_state: PyTree, new_tree: PyTree, old_tree: PyTree) -> PyTree:

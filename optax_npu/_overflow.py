@@ -94,8 +94,8 @@ def _largest_safe(dtype: Any, loss_scale: jax.Array, headroom: Headroom) -> jax.
     limits = [own] + [_shrunk(t, headroom.replicas, growth, wide) for t in on_the_way]
     # The result is `growth * x / scale` in the dtype of the leaf.
     ratio = loss_scale.astype(wide) / growth
-    rounding = 1 - 4 * float(jnp.finfo(wide).eps)
-    limits.append(own * jnp.where(ratio < 1, ratio * rounding, 1).astype(wide))
+    rounded = own * jnp.asarray(1 - 4 * float(jnp.finfo(wide).eps), wide)
+    limits.append(jnp.where(ratio < 1, rounded * ratio, own))
     return jnp.min(jnp.stack(limits))
 
 

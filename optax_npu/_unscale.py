@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages 4 and 7: divide by the scale that scaled this loss, then move the scale."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_npu._compat import AxisNames, as_axis_tuple, match_varying
-from optax_npu._loss_scale import LossScaleState, as_loss_scale, repair
+from optax_npu._loss_scale import as_loss_scale
 from optax_npu._overflow import agree, local_overflow
+from optax_npu._scale_rule import LossScaleState, repair_scale
 from optax_npu._trees import PyTree, compute_dtype, is_inexact, real_dtype
+
+
+class AssumedFinite(NamedTuple):
+    """What the gate hands in for a `LossScaleState` when it has tested the step.
+
+    Attributes:
+      scaling: The state. The step is known to be good: no test, no zeros.
+    """
+
+    scaling: LossScaleState
 
 
 def npu_loss_scale(
@@ -38,10 +49,9 @@ def npu_loss_scale(
         model axes: a name or a tuple of names. Leave it out under plain ``jit``.
 
     Returns:
-      A transformation whose state is a ``LossScaleState``. Its ``update`` takes two
-      optional extra arguments: ``found_inf`` (bool[], an outside overflow flag, OR-ed
-      in before the replicas agree) and ``assume_finite`` (Python bool; the caller
-      has tested this step already, as ``skip_on_overflow`` does).
+      A transformation whose state is a ``LossScaleState``. Its ``update`` takes an
+      optional extra argument ``found_inf`` (bool[]): an outside overflow flag, such
+      as a status register or a saturating cast, OR-ed in before the replicas agree.
 
       Floating and complex leaves are divided in float32 (float64 stays float64) and
       returned in their own dtype; a float16 or float8 leaf whose parameter is wider
@@ -75,23 +85,22 @@ def npu_loss_scale(
 
     def update_fn(
         updates: PyTree,
-        state: LossScaleState,
+        state: LossScaleState | AssumedFinite,
         params: PyTree | None = None,
         *,
         found_inf: jax.Array | bool | None = None,
-        assume_finite: bool = False,
         **extra_args: Any,
     ) -> tuple[PyTree, LossScaleState]:
         del extra_args
-        state = repair(state, rule)
+        known_good = isinstance(state, AssumedFinite)
+        state = state.scaling if isinstance(state, AssumedFinite) else state
+        scale = repair_scale(state)
         with jax.named_scope("optax_npu/unscale"):
-            unscaled = unscale(updates, state.loss_scale, params)
-        if assume_finite:
-            return unscaled, rule.update(state, jnp.ones((), jnp.bool_))[0]
-        if not rule.skips:
-            return unscaled, rule.update(state, jnp.ones((), jnp.bool_))[0]
+            unscaled = unscale(updates, scale, params)
+        if known_good or not rule.skips:
+            return unscaled, rule.update(state, True)[0]
         with jax.named_scope("optax_npu/overflow"):
-            bad = local_overflow(updates, state.loss_scale)
+            bad = local_overflow(updates, scale)
             overflow = agree(with_outside_flag(bad, found_inf), axes)
         return zero_where(overflow, unscaled), rule.update(state, ~overflow)[0]
 
