@@ -13,6 +13,7 @@ from optax_npu._checks import (
     check_flag,
     check_growth,
     check_scale,
+    check_scale_from_one,
     check_share,
     check_steps,
     is_traced,
@@ -94,9 +95,10 @@ def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
                    `incr_every_n_steps` 2000, `decr_every_n_nan_or_inf` 1,
                    `use_dynamic_loss_scaling` True; False: fixed, skips; `enable` True
     ``mindspore``  ``DynamicLossScaleManager`` and ``DynamicLossScaler``. Halve at once;
-                   floor 1. `init_loss_scale` (or `scale_value`) 2^24, `scale_factor` 2,
-                   `scale_window` 2000 (was: the manager keeps a float64, grows past
-                   float32, and raises after 1000 overflows in a row)
+                   floor 1. `init_loss_scale` (or `scale_value`) 2^24 and at least 1,
+                   `scale_factor` 2, `scale_window` 2000 (was: the manager keeps a
+                   float64, grows past float32, and raises after 1000 overflows in a
+                   row)
     ``fairseq``    ``DynamicLossScaler``. Halves if the share of overflows since the
                    last change is at least `tolerance`. `init_scale` 2^15,
                    `scale_factor` 2, `scale_window` 2000, `tolerance` 0, `threshold`
@@ -196,6 +198,7 @@ def _switch(when: bool, **settings: Any) -> _Change:
 
 
 _INIT = _set("init_scale", check_scale)
+_FROM_ONE = _set("init_scale", check_scale_from_one)
 _INTERVAL = _set("growth_interval", check_steps)
 _GROWTH = _set("growth_factor", check_growth)
 _BACKOFF = _set("backoff_factor", check_backoff)
@@ -324,7 +327,7 @@ _SYSTEMS: Mapping[str, tuple[Rule, Mapping[str, _Change]]] = MappingProxyType(
         ),
         "mindspore": (
             Rule(init_scale=2.0**24, min_scale=1.0),
-            {"init_loss_scale": _INIT, "scale_value": _INIT, **_WINDOW},
+            {"init_loss_scale": _FROM_ONE, "scale_value": _FROM_ONE, **_WINDOW},
         ),
         "fairseq": (
             Rule(bad_cleared_by=("lowering",), drop_floor=1e-4),

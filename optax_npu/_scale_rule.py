@@ -258,23 +258,28 @@ def _lowered(rule: Rule, scale: jax.Array) -> jax.Array:
 
 def _times(scale: jax.Array, factor: Any, from_float64: bool) -> jax.Array:
     """`scale * factor` in float32, or rounded to it from the product in float64."""
-    product = scale * _float32(factor)
-    if not from_float64 or is_traced(factor):
-        return product
-    rest = np.float32(factor - float(np.float32(factor)))
-    if rest == 0:
-        return product
+    if not from_float64 or is_traced(factor) or float(np.float32(factor)) == factor:
+        return scale * _float32(factor)
     # Dekker's product without float64, which JAX and most chips do not have at hand:
-    # halves of 12 bits multiply exactly, so `error` is what rounding took away.
-    high = np.float32(factor)
-    f1 = (high.view(np.uint32) & _UPPER_BITS).view(np.float32)
-    f2 = high - f1
+    # halves of 12 bits multiply exactly, so `error` is what rounding took away. A
+    # small scale is lifted, so that no part of it is flushed to zero.
+    lift, drop = (jnp.where(scale < 1, np.float32(2.0**e), 1) for e in (64, -64))
+    scale = scale * lift
+    f1, f2, rest = _split(factor)
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
     s1 = jax.lax.bitcast_convert_type(bits & _UPPER_BITS, jnp.float32)
     s2 = scale - s1
+    product = scale * np.float32(factor)
     error = ((s1 * f1 - product) + s1 * f2 + s2 * f1) + s2 * f2
     corrected = product + (error + scale * rest)
-    return jnp.where(jnp.isfinite(product), corrected, product)
+    return jnp.where(jnp.isfinite(product), corrected, product) * drop
+
+
+def _split(factor: float) -> tuple[np.float32, np.float32, np.float32]:
+    """A float64 as 12 bits, the rest of its float32, and the rest of it."""
+    rounded = np.float32(factor)
+    upper = (rounded.view(np.uint32) & _UPPER_BITS).view(np.float32)
+    return upper, rounded - upper, np.float32(factor - float(rounded))
 
 
 _UPPER_BITS = np.uint32(0xFFFFF000)
