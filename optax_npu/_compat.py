@@ -77,9 +77,9 @@ def match_varying(x: jax.Array, like: jax.Array) -> jax.Array:
     return cast_varying(x, sorted(varying_axes(like), key=repr))
 
 
-def all_gather_replicated(x: jax.Array, axis_name: AxisName, **kwargs: Any):
+def all_gather_replicated(x: jax.Array, axis_name: AxisNames, **kwargs: Any):
     """`lax.all_gather` whose result is typed as replicated where types are tracked."""
-    if tracks_varying(axis_name):
+    if any(tracks_varying(name) for name in as_axis_tuple(axis_name)):
         kwargs["to"] = "invarying"
     return lax.all_gather(x, axis_name, **kwargs)
 
