@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss scaling, two-level gradient all-reduce and tail hiding for Optax."""
 
-# Loss scale
+from optax_npu._all_reduce import hierarchical_all_reduce as hierarchical_all_reduce
+from optax_npu._all_reduce import hierarchical_pmean as hierarchical_pmean
+from optax_npu._all_reduce import hierarchical_psum as hierarchical_psum
+from optax_npu._backward_order import backward_order as backward_order
 from optax_npu._gate import apply_gradients as apply_gradients
 from optax_npu._gate import chain as chain
 from optax_npu._gate import keep_if_applied as keep_if_applied
@@ -16,16 +19,21 @@ from optax_npu._loss_scale import (
 )
 from optax_npu._loss_scale import FixedLossScale as FixedLossScale
 from optax_npu._loss_scale import FixedLossScaleManager as FixedLossScaleManager
+from optax_npu._mesh import two_level_mesh as two_level_mesh
 from optax_npu._monitor import LossScaleError as LossScaleError
 from optax_npu._monitor import check_health as check_health
 from optax_npu._monitor import loss_scale_metrics as loss_scale_metrics
-from optax_npu._presets import loss_scale_preset as loss_scale_preset
-from optax_npu._scale_rule import LossScale as LossScale
-from optax_npu._scale_rule import LossScaleState as LossScaleState
-from optax_npu._unscale import npu_loss_scale as npu_loss_scale
 from optax_npu._optimizer import NPUOptimizerState as NPUOptimizerState
 from optax_npu._optimizer import npu_loss_scale_optimizer as npu_loss_scale_optimizer
 from optax_npu._optimizer import npu_optimizer as npu_optimizer
+from optax_npu._packing import bucket_plan as bucket_plan
+from optax_npu._plan import BucketPlan as BucketPlan
+from optax_npu._presets import loss_scale_preset as loss_scale_preset
+from optax_npu._scale_rule import LossScale as LossScale
+from optax_npu._scale_rule import LossScaleState as LossScaleState
+from optax_npu._settings import AlreadyReducedWarning as AlreadyReducedWarning
+from optax_npu._settings import ReduceOp as ReduceOp
+from optax_npu._unscale import npu_loss_scale as npu_loss_scale
 from optax_npu._weight_decay import (
     exclude_from_weight_decay as exclude_from_weight_decay,
 )
