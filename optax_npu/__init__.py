@@ -5,10 +5,6 @@ from optax_npu._all_reduce import hierarchical_all_reduce as hierarchical_all_re
 from optax_npu._all_reduce import hierarchical_pmean as hierarchical_pmean
 from optax_npu._all_reduce import hierarchical_psum as hierarchical_psum
 from optax_npu._backward_order import backward_order as backward_order
-from optax_npu._gate import apply_gradients as apply_gradients
-from optax_npu._gate import chain as chain
-from optax_npu._gate import keep_if_applied as keep_if_applied
-from optax_npu._gate import skip_on_overflow as skip_on_overflow
 from optax_npu._grad import get_loss_scale as get_loss_scale
 from optax_npu._grad import local_params as local_params
 from optax_npu._grad import scale_loss as scale_loss
@@ -33,6 +29,10 @@ from optax_npu._scale_rule import LossScale as LossScale
 from optax_npu._scale_rule import LossScaleState as LossScaleState
 from optax_npu._settings import AlreadyReducedWarning as AlreadyReducedWarning
 from optax_npu._settings import ReduceOp as ReduceOp
+from optax_npu._skip import apply_gradients as apply_gradients
+from optax_npu._skip import chain as chain
+from optax_npu._skip import keep_if_applied as keep_if_applied
+from optax_npu._skip import skip_on_overflow as skip_on_overflow
 from optax_npu._unscale import npu_loss_scale as npu_loss_scale
 from optax_npu._weight_decay import (
     exclude_from_weight_decay as exclude_from_weight_decay,

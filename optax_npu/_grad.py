@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_npu._compat import AxisNames, as_axis_tuple, cast_varying, require_bound
-from optax_npu._gate import find_loss_scale_state
 from optax_npu._scale_rule import repair_scale
+from optax_npu._state import find_loss_scale_state
 from optax_npu._trees import PyTree, compute_dtype, map_inexact
 
 

@@ -3,7 +3,7 @@
 
 import jax
 
-from optax_npu._gate import find_loss_scale_state
+from optax_npu._state import find_loss_scale_state
 from optax_npu._trees import PyTree
 
 

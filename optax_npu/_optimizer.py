@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import optax
 
 from optax_npu._compat import AxisNames
-from optax_npu._gate import skip_on_overflow
+from optax_npu._skip import skip_on_overflow
 from optax_npu._scale_rule import LossScaleState
 from optax_npu._trees import PyTree
 from optax_npu._unscale import npu_loss_scale

@@ -11,8 +11,13 @@ import optax
 import pytest
 
 import optax_npu
-from optax_npu import DynamicLossScale, FixedLossScale, FixedLossScaleManager
-from optax_npu import npu_loss_scale, skip_on_overflow
+from optax_npu import (
+    DynamicLossScale,
+    FixedLossScale,
+    FixedLossScaleManager,
+    npu_loss_scale,
+    skip_on_overflow,
+)
 from tests._steps import (
     INF,
     NAN,
