@@ -5,6 +5,9 @@ from optax_npu._all_reduce import hierarchical_all_reduce as hierarchical_all_re
 from optax_npu._all_reduce import hierarchical_pmean as hierarchical_pmean
 from optax_npu._all_reduce import hierarchical_psum as hierarchical_psum
 from optax_npu._backward_order import backward_order as backward_order
+from optax_npu._cross_device import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
 from optax_npu._grad import get_loss_scale as get_loss_scale
 from optax_npu._grad import local_params as local_params
 from optax_npu._grad import scale_loss as scale_loss
@@ -25,6 +28,8 @@ from optax_npu._optimizer import npu_optimizer as npu_optimizer
 from optax_npu._packing import bucket_plan as bucket_plan
 from optax_npu._plan import BucketPlan as BucketPlan
 from optax_npu._presets import loss_scale_preset as loss_scale_preset
+from optax_npu._replicas import assert_replicas_equal as assert_replicas_equal
+from optax_npu._replicas import broadcast_from as broadcast_from
 from optax_npu._scale_rule import LossScale as LossScale
 from optax_npu._scale_rule import LossScaleState as LossScaleState
 from optax_npu._settings import AlreadyReducedWarning as AlreadyReducedWarning
