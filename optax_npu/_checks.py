@@ -97,26 +97,21 @@ def check_fields(instance: Any, **checks: Any) -> None:
         object.__setattr__(instance, name, check(label, getattr(instance, name)))
 
 
-def check_bounds(loss_scale: Any, init: Any) -> None:
-    """Checks and stores `min_loss_scale` and `max_loss_scale` of a loss scale."""
-    check_fields(loss_scale, min_loss_scale=check_scale)
-    floor = loss_scale.min_loss_scale
-    # The floor of 1 that a rule comes with may be above the start; a chosen one not.
-    if not is_traced(init) and not is_traced(floor) and floor > max(init, 1.0):
+def check_bounds(label: str, init: Any, floor: Any, ceiling: Any) -> None:
+    """A start, a floor and a ceiling (or `None`) that fit each other."""
+    if any(is_traced(x) for x in (init, floor, ceiling)):
+        return
+    # The floor of 1 that most rules have may be above the start, as in the originals:
+    # the first overflow raises the scale to it. A higher one can only be a mistake.
+    if floor > max(init, 1.0):
         raise ValueError(
-            f"min_loss_scale={floor!r} is above the initial scale {init!r}, but the"
-            " scale must start at or above its floor. Lower one or raise the other."
+            f"{label}: the floor {floor!r} is above the initial scale {init!r}, but a"
+            " scale has to start at its floor or above. Lower one or raise the other."
         )
-    if loss_scale.max_loss_scale is None:
-        return
-    check_fields(loss_scale, max_loss_scale=check_scale)
-    ceiling = loss_scale.max_loss_scale
-    if is_traced(init) or is_traced(floor) or is_traced(ceiling):
-        return
-    if ceiling < max(floor, init):
+    if ceiling is not None and ceiling < max(floor, init):
         raise ValueError(
-            f"max_loss_scale={ceiling!r} is below the initial scale {init!r} or below"
-            f" min_loss_scale={floor!r}. Raise it, or start lower."
+            f"{label}: the ceiling {ceiling!r} is below the initial scale {init!r} or"
+            f" the floor {floor!r}. Raise it, or start lower."
         )
 
 

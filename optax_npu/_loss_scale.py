@@ -78,7 +78,7 @@ class DynamicLossScale(LossScale):
             increment_period=check_steps,
             multiplier=check_growth,
         )
-        check_bounds(self, self.initial_loss_scale)
+        _check_bounds(self, self.initial_loss_scale)
 
     @property
     def rule(self) -> Rule:
@@ -220,7 +220,7 @@ class ExponentialUpdateLossScaleManager(LossScale):
             incr_ratio=check_growth,
             decr_ratio=check_backoff,
         )
-        check_bounds(self, self.init_loss_scale)
+        _check_bounds(self, self.init_loss_scale)
 
     @property
     def rule(self) -> Rule:
@@ -327,3 +327,13 @@ def as_loss_scale(value: Any) -> LossScale:
             f"loss_scale must be a loss scale, a number, 'dynamic' or None, got"
             f" {value!r} of type {type(value).__name__}."
         ) from error
+
+
+def _check_bounds(loss_scale: Any, init: Any) -> None:
+    check_fields(loss_scale, min_loss_scale=check_scale)
+    if loss_scale.max_loss_scale is not None:
+        check_fields(loss_scale, max_loss_scale=check_scale)
+    low, high = loss_scale.min_loss_scale, loss_scale.max_loss_scale
+    name = type(loss_scale).__name__
+    label = f"{name}(min_loss_scale={low!r}, max_loss_scale={high!r})"
+    check_bounds(label, init, low, high)

@@ -10,6 +10,7 @@ from optax_npu._checks import (
     F32_MAX,
     F32_TINY,
     check_backoff,
+    check_bounds,
     check_flag,
     check_growth,
     check_scale,
@@ -155,25 +156,17 @@ def loss_scale_preset(name: str, **overrides: Any) -> LossScale:
 def _checked(name: str, default: Rule, settings: dict[str, Any]) -> Rule:
     """The rule with changed settings; its bounds fit each other."""
     rule = dataclasses.replace(default, **settings)
-    init, floor, ceiling = rule.init_scale, rule.min_scale, rule.max_scale
-    if any(is_traced(x) for x in (init, floor, ceiling)) or not rule.dynamic:
-        return rule
-    if name == "apex":
-        init = min(init, ceiling)
+    init = rule.init_scale
+    if name == "apex" and not is_traced(init):
+        init = min(init, rule.max_scale)
         rule = dataclasses.replace(rule, init_scale=init)
-    # A floor or ceiling that a rule comes with does not bound the start, a chosen does.
-    highest = [init] if "min_scale" in settings else []
-    lowest = [init] if "max_scale" in settings else []
-    if floor > min([ceiling or F32_MAX, *highest]):
-        raise ValueError(
-            f"loss_scale_preset({name!r}): the floor {floor!r} is above the initial"
-            f" scale {init!r} or the ceiling {ceiling!r}. Lower it, or start higher."
-        )
-    if ceiling is not None and ceiling < max([floor, *lowest]):
-        raise ValueError(
-            f"loss_scale_preset({name!r}): the ceiling {ceiling!r} is below the initial"
-            f" scale {init!r}. Raise it, or start lower."
-        )
+    if not rule.dynamic:
+        return rule
+    label, floor = f"loss_scale_preset({name!r})", rule.min_scale
+    # A ceiling that comes with a rule may be below the start, as in mpx.
+    ceiling = rule.max_scale if "max_scale" in settings else None
+    check_bounds(label, init, floor, ceiling)
+    check_bounds(label, floor, floor, rule.max_scale)
     return rule
 
 

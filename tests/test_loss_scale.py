@@ -35,6 +35,11 @@ def _replay(loss_scale: Any, finite: jax.Array) -> Any:
     return jax.lax.scan(step, loss_scale.init(), finite)[1]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def compiled_update(loss_scale: Any, state: Any, ok: Any) -> Any:
+    return loss_scale.update(state, ok)
+
+
 def replay(loss_scale: Any, finite: Any) -> tuple[LossScaleState, np.ndarray]:
     """All states and verdicts of a compiled run."""
     if isinstance(finite, str):
@@ -518,8 +523,8 @@ def test_restored_scale_is_repaired(name: str, bad: float) -> None:
     assert repair_scale(start) == start.loss_scale
     # ... and the next one as if the run had just begun.
     for ok in (True, False):
-        repaired, should_apply = jax.jit(loss_scale.update)(broken, ok)
-        fresh, _ = jax.jit(loss_scale.update)(start, ok)
+        repaired, should_apply = compiled_update(loss_scale, broken, ok)
+        fresh, _ = compiled_update(loss_scale, start, ok)
         assert repaired.loss_scale == fresh.loss_scale
         assert bool(should_apply) is ok
 
@@ -702,7 +707,7 @@ NUMBERS_REFUSED = {
     "multiplier": [1, 0.5, 0, -2, math.nan, math.inf, 1 + 1e-12],
     "increment_period": [0, -3, 2.5, math.nan, math.inf],
     "min_loss_scale": [0, -1, math.nan, math.inf],
-    "max_loss_scale": [0, -1, math.nan, math.inf, 4],
+    "max_loss_scale": [0, -1, math.nan, math.inf, 4.0],
 }
 EXPONENTIAL_REFUSED = {
     "init_loss_scale": [0, -1, math.nan, math.inf],
@@ -754,21 +759,40 @@ def test_B72_refused_kinds(value: Any) -> None:
 
 
 def test_B72_bounds_must_fit() -> None:
-    with pytest.raises(ValueError, match=r"min_loss_scale=16.0 is above the initial"):
+    low = r"the floor 16.0 is above the initial scale 8.0"
+    high = r"the ceiling 4.0 is below the initial scale 8.0"
+    with pytest.raises(ValueError, match=low):
         optax_npu.DynamicLossScale(8, min_loss_scale=16)
-    with pytest.raises(ValueError, match=r"max_loss_scale=4.0 is below"):
+    with pytest.raises(ValueError, match=high):
         Exponential(8, 3, max_loss_scale=4)
     for name, argument in (
         ("torch", "init_scale"),
         ("jmp", "loss_scale"),
         ("mpx", "loss_scaling"),
     ):
-        with pytest.raises(ValueError, match=r"floor 16.0 is above the initial"):
+        with pytest.raises(ValueError, match=low):
             loss_scale_preset(name, **{argument: 8}, min_loss_scale=16)
-        with pytest.raises(ValueError, match=r"ceiling 4.0 is below the initial"):
+        with pytest.raises(ValueError, match=high):
             loss_scale_preset(name, **{argument: 8}, max_loss_scale=4)
-    with pytest.raises(ValueError, match=r"floor 70000.0 is above"):
+    with pytest.raises(ValueError, match=r"the ceiling 65504.0 is below"):
         loss_scale_preset("mpx", loss_scaling=80000, min_loss_scaling=70000)
+
+
+@pytest.mark.parametrize(
+    "loss_scale",
+    [
+        loss_scale_preset("deepspeed", init_scale=0.5, min_scale=1.0),
+        loss_scale_preset("tf1", init_loss_scale=0.5, decr_every_n_nan_or_inf=1),
+        loss_scale_preset("keras", initial_scale=0.5),
+        loss_scale_preset("jmp", loss_scale=0.5),
+    ],
+    ids=lambda x: x.name,
+)
+def test_a_start_below_the_floor_of_one_is_raised(loss_scale: Any) -> None:
+    """As in the originals: the first overflow raises it, nothing else does."""
+    assert scales(loss_scale, "FFOO") == [0.5, 0.5, 1, 1]
+    mpx = loss_scale_preset("mpx", loss_scaling=0.5, min_loss_scaling=1.0)
+    assert scales(mpx, "FF") == [1, 1]
 
 
 def test_B72_ints_and_whole_floats_are_taken() -> None:
