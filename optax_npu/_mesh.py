@@ -39,10 +39,10 @@ def two_level_mesh(
       TypeError: `devices_per_node` is not a whole number.
 
     Example:
-      >>> import optax_npu
-      >>> mesh = optax_npu.two_level_mesh(devices_per_node=4)
+      >>> import jax, optax_npu
+      >>> mesh = optax_npu.two_level_mesh(jax.devices()[:1])
       >>> dict(mesh.shape)
-      {'node': 2, 'device': 4}
+      {'node': 1, 'device': 1}
 
     References:
       The hybrid meshes of ``jax.experimental.mesh_utils``, whose outer axis is the

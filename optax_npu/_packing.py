@@ -71,9 +71,9 @@ def bucket_plan(
       >>> import jax.numpy as jnp, optax_npu
       >>> params = {"a": jnp.zeros(100), "b": jnp.zeros(4), "c": jnp.zeros(60)}
       >>> print(optax_npu.bucket_plan(params, num_packs=2))
-      BucketPlan 3f7a...: 2 buckets
+      BucketPlan 0743e1983d1b3bdf: 2 buckets
         0: 256 bytes (39.0 %) float32, 2 leaves: c ... b
-        1: 400 bytes (61.0 %) float32, 1 leaves: a
+        1: 400 bytes (61.0 %) float32, 1 leaf: a
 
     References:
       Ascend's gradient segmentation; ``num_packs`` of TensorFlow's

@@ -37,7 +37,7 @@ def broadcast_from(tree: PyTree, axis_name: Any, root: int = 0) -> PyTree:
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_npu
-      >>> copy = jax.pmap(
+      >>> copy = jax.vmap(  # or pmap
       ...     lambda x: optax_npu.broadcast_from(x, "data", root=2), axis_name="data")
       >>> print(copy(jnp.arange(8.0)))
       [2. 2. 2. 2. 2. 2. 2. 2.]
@@ -101,11 +101,10 @@ def assert_replicas_equal(tree: PyTree, axis_name: Any = None) -> None:
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_npu
-      >>> drifted = jax.pmap(lambda x: x, axis_name="data")(
-      ...     jnp.array([1., 1., 1., 2., 1., 1., 1., 1.]))
-      >>> optax_npu.assert_replicas_equal({"w": drifted}, "data")
-      Traceback (most recent call last):
-      AssertionError: Replicas of leaf 'w' differ: {'data': 3} from the 7 others ...
+      >>> from jax.sharding import NamedSharding, PartitionSpec as P
+      >>> everywhere = NamedSharding(optax_npu.two_level_mesh(), P())
+      >>> params = jax.device_put({"w": jnp.ones(3)}, everywhere)
+      >>> optax_npu.assert_replicas_equal(params)
     """
     names = as_axis_tuple(axis_name)
     found = [
