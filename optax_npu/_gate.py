@@ -26,7 +26,7 @@ from optax_npu._compat import bound_axes, match_varying
 from optax_npu._scale_rule import LossScaleState
 from optax_npu._state import find_loss_scale_state, map_loss_scale, nodes
 from optax_npu._trees import PyTree
-from optax_npu._unscale import AssumedFinite, neutral, zero_where
+from optax_npu._unscale import AssumedFinite, assume_finite, neutral, zero_where
 
 # (gradients, state, parameters, extra arguments) -> (gradients or updates, state)
 Stage = Callable[[Any, Any, Any, dict[str, Any]], tuple[PyTree, PyTree]]
@@ -126,8 +126,9 @@ def _branch(
     # Of this run of the head only the loss-scale state is used; the rest is dead.
     scaling = find_loss_scale_state(head(grads, states[0], params)[1])
 
+    known_good = map_loss_scale(assume_finite, states)
+
     def run() -> tuple[PyTree, PyTree]:
-        known_good = map_loss_scale(AssumedFinite, states)
         return _both(head, tail, grads, known_good, params)
 
     def stand_still() -> tuple[PyTree, PyTree]:
@@ -144,7 +145,7 @@ def _branch(
 
 
 def _nothing(like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.broadcast_to(neutral(jnp.zeros((), like.dtype)), like.shape)
+    return jnp.full(like.shape, neutral(like), like.dtype)
 
 
 def _with_dtype(old: Any, like: Any) -> Any:
@@ -157,7 +158,7 @@ def keep_where(skip: jax.Array, old: PyTree, new: PyTree) -> PyTree:
     def leaf(new: Any, old: Any) -> Any:
         if not hasattr(new, "dtype") or new.dtype == jax.dtypes.float0:
             return new
-        old = _with_dtype(jnp.asarray(old), new)
-        return jnp.where(skip, match_varying(old, new), new)
+        old = _with_dtype(old if isinstance(old, jax.Array) else jnp.asarray(old), new)
+        return lax.select(skip, match_varying(old, new), match_varying(new, old))
 
     return jax.tree.map(leaf, new, old)

@@ -60,17 +60,40 @@ def local_overflow(
     Returns:
       bool[]. An empty tree is finite.
     """
-    leaves = [jnp.asarray(x) for x in inexact_leaves(tree)]
+    parts = _real_parts(tree)
     limits = {
         dtype: _largest_safe(dtype, loss_scale, headroom or Headroom())
-        for dtype in dict.fromkeys(x.dtype for x in leaves)
+        for dtype in dict.fromkeys(x.dtype for x in parts)
     }
-    within = [
-        _within(part, limits[x.dtype])
+    within = [_within(x, limits[x.dtype]) for x in _few(parts)]
+    if not within:
+        return jnp.zeros((), jnp.bool_)
+    return lax.optimization_barrier(~jnp.all(jnp.stack(within)))
+
+
+# Leaves up to this many elements are tested together: a test of its own costs more
+# time, to compile and to run, than a copy of so little.
+_SMALL = 4096
+
+
+def _real_parts(tree: PyTree) -> list[jax.Array]:
+    leaves = [jnp.asarray(x) for x in inexact_leaves(tree)]
+    return [
+        part
         for x in leaves
         for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))
     ]
-    return ~jnp.all(jnp.stack(within)) if within else jnp.zeros((), jnp.bool_)
+
+
+def _few(parts: list[jax.Array]) -> list[jax.Array]:
+    """The same values in few arrays: the small ones of one dtype in one."""
+    large = [x for x in parts if x.size > _SMALL]
+    small: dict[Any, list[jax.Array]] = {}
+    for x in parts:
+        if x.size <= _SMALL:
+            small.setdefault(x.dtype, []).append(x.ravel())
+    together = [lax.optimization_barrier(jnp.concatenate(xs)) for xs in small.values()]
+    return large + together
 
 
 def _within(x: jax.Array, limit: jax.Array) -> jax.Array:

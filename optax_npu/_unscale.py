@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_npu._compat import AxisNames, as_axis_tuple, match_varying
 from optax_npu._loss_scale import as_loss_scale
@@ -14,14 +15,38 @@ from optax_npu._scale_rule import LossScaleState, repair_scale
 from optax_npu._trees import PyTree, compute_dtype, is_inexact, real_dtype
 
 
+class Inverse(NamedTuple):
+    """The reciprocal of a loss scale as two factors, exact for powers of two.
+
+    The reciprocal of 2^127 is subnormal, and flushed to zero on most hardware, so a
+    scale above 2^126 is divided out in two steps.
+
+    Attributes:
+      first: float32[] or float64[], the reciprocal, or twice the reciprocal.
+      second: The same dtype, 1 or 0.5.
+    """
+
+    first: jax.Array
+    second: jax.Array
+
+
 class AssumedFinite(NamedTuple):
     """What the gate hands in for a `LossScaleState` when it has tested the step.
 
+    The step is known to be good: no test, no zeros.
+
     Attributes:
-      scaling: The state. The step is known to be good: no test, no zeros.
+      scaling: The state.
+      inverse: The reciprocal of its scale in float32, computed once.
     """
 
     scaling: LossScaleState
+    inverse: Inverse
+
+
+def assume_finite(scaling: LossScaleState) -> AssumedFinite:
+    """Marks a step as tested."""
+    return AssumedFinite(scaling, inverse_of(repair_scale(scaling)))
 
 
 def npu_loss_scale(
@@ -92,12 +117,12 @@ def npu_loss_scale(
         **extra_args: Any,
     ) -> tuple[PyTree, LossScaleState]:
         del extra_args
-        known_good = isinstance(state, AssumedFinite)
-        state = state.scaling if isinstance(state, AssumedFinite) else state
+        if isinstance(state, AssumedFinite):
+            scale = repair_scale(state.scaling)
+            return unscale(updates, scale, params, state.inverse), state.scaling
         scale = repair_scale(state)
-        with jax.named_scope("optax_npu/unscale"):
-            unscaled = unscale(updates, scale, params)
-        if known_good or not rule.skips:
+        unscaled = unscale(updates, scale, params)
+        if not rule.skips:
             return unscaled, rule.update(state, True)[0]
         with jax.named_scope("optax_npu/overflow"):
             bad = local_overflow(updates, scale)
@@ -120,19 +145,27 @@ def with_outside_flag(flag: jax.Array, found_inf: jax.Array | bool | None) -> ja
     return flag | (outside != 0)
 
 
-def unscale(tree: PyTree, loss_scale: jax.Array, params: PyTree | None) -> PyTree:
+@jax.named_scope("optax_npu/unscale")
+def unscale(
+    tree: PyTree,
+    loss_scale: jax.Array,
+    params: PyTree | None,
+    inverse: Inverse | None = None,
+) -> PyTree:
     """Every floating or complex leaf divided by the scale; see `npu_loss_scale`."""
-    factors = {}  # one pair of scalars per dtype, not per leaf
+    float32 = jnp.dtype(jnp.float32)
+    inverses = {float32: inverse or inverse_of(loss_scale)}
 
     def leaf(x: Any, param: Any = None) -> Any:
         if not is_inexact(x):
             return x
         x = jnp.asarray(x)
         wide = compute_dtype(x.dtype)
-        if wide not in factors:
-            factors[wide] = _inverse(loss_scale.astype(real_dtype(wide)))
-        inverse, half = factors[wide]
-        return (x.astype(wide) * inverse * half).astype(output_dtype(x, param))
+        real = real_dtype(wide)
+        if real not in inverses:
+            inverses[real] = inverse_of(loss_scale.astype(real))
+        first, second = inverses[real]
+        return (x.astype(wide) * first * second).astype(output_dtype(x, param))
 
     def passes(x: Any) -> bool:
         return x is None or isinstance(x, optax.MaskedNode)
@@ -141,14 +174,10 @@ def unscale(tree: PyTree, loss_scale: jax.Array, params: PyTree | None) -> PyTre
     return jax.tree.map(leaf, tree, *rest, is_leaf=passes)
 
 
-def _inverse(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two factors whose product is the reciprocal; exact for powers of two.
-
-    The reciprocal of 2^127 is subnormal, and flushed to zero on most hardware, so a
-    scale above 2^126 is divided out in two steps.
-    """
+def inverse_of(scale: jax.Array) -> Inverse:
+    """The reciprocal of a usable scale."""
     half = jnp.where(scale > 2.0**126, 0.5, 1.0).astype(scale.dtype)
-    return 1 / (scale * half), half
+    return Inverse(1 / (scale * half), half)
 
 
 def output_dtype(x: jax.Array, param: Any) -> Any:
@@ -174,13 +203,13 @@ def zero_where(overflow: jax.Array, tree: PyTree) -> PyTree:
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
-        return jnp.where(overflow, match_varying(neutral(x), x), x)
+        return lax.select(overflow, match_varying(lax.full_like(x, neutral(x)), x), x)
 
     return jax.tree.map(leaf, tree)
 
 
-def neutral(x: jax.Array) -> jax.Array:
-    """The scalar that adds nothing: -0.0 for floats, 0 for integers and booleans."""
-    if jnp.iscomplexobj(x):
-        return jnp.asarray(complex(-0.0, -0.0), x.dtype)
-    return jnp.asarray(-0.0 if is_inexact(x) else 0, x.dtype)
+def neutral(x: Any) -> complex | float | int:
+    """What adds nothing to an array: -0.0 for floats, 0 for integers and booleans."""
+    if not is_inexact(x):
+        return 0
+    return complex(-0.0, -0.0) if jnp.iscomplexobj(x) else -0.0
