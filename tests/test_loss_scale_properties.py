@@ -111,6 +111,11 @@ PAIRS: dict[str, tuple[Any, Callable[[], Any]]] = {
         preset("fairseq", scale_window=3, tolerance=0.3, threshold=0.5),
         lambda: model.Fairseq(n=3, tolerance=0.3, threshold=0.5),
     ),
+    # A growth does not forget the tolerated overflows before it.
+    "fairseq_tolerant": (
+        preset("fairseq", scale_window=2, tolerance=0.6),
+        lambda: model.Fairseq(n=2, tolerance=0.6),
+    ),
 }
 
 
