@@ -97,15 +97,3 @@ def require_bound(axis_names: Sequence[AxisName], argument: str = "axis_name") -
         f" jax.pmap(..., axis_name={missing[0]!r}). Under plain jax.jit with sharded"
         f" arrays the compiler reduces gradients by itself: leave {argument} out."
     )
-
-
-def extremes_are_fast(dtype: Any) -> bool:
-    """Whether XLA reduces this dtype to its extremes at memory speed on CPU.
-
-    Before JAX 0.11 a float16 minimum or maximum ran 15 times slower than a test of
-    every element; 8-bit floats have no reduction of their own.
-    """
-    itemsize = jnp.dtype(dtype).itemsize
-    if itemsize == 1:
-        return False
-    return jnp.dtype(dtype) != jnp.float16 or jax.__version_info__ >= (0, 11)

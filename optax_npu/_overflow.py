@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from optax_npu._compat import (
     AxisName,
     axis_size,
-    extremes_are_fast,
     require_bound,
     varying_axes,
 )
-from optax_npu._trees import PyTree, compute_dtype, inexact_leaves, real_dtype
+from optax_npu._trees import PyTree, compute_dtype, is_inexact, real_dtype
 
 
 class Headroom(NamedTuple):
@@ -33,13 +33,15 @@ class Headroom(NamedTuple):
 
     Attributes:
       replicas: How many replicas are reduced.
-      summed: Whether they are summed; a mean cannot grow.
+      summed: Whether they are summed on the way; a mean cannot grow.
+      shrinks: Whether the sum is divided again behind the reduction.
       dtypes: Further dtypes in which the reduction accumulates or travels, beside
         the default of at least float32.
     """
 
     replicas: int = 1
     summed: bool = False
+    shrinks: bool = False
     dtypes: tuple[Any, ...] = ()
 
     def growth(self) -> int:
@@ -60,15 +62,44 @@ def local_overflow(
     Returns:
       bool[]. An empty tree is finite.
     """
-    parts = _real_parts(tree)
-    limits = {
-        dtype: _largest_safe(dtype, loss_scale, headroom or Headroom())
-        for dtype in dict.fromkeys(x.dtype for x in parts)
-    }
-    within = [_within(x, limits[x.dtype]) for x in _few(parts)]
+    return tied_overflow(tree, loss_scale, headroom, tie=False)[1]
+
+
+def tied_overflow(
+    tree: PyTree,
+    loss_scale: jax.Array,
+    headroom: Headroom | None = None,
+    tie: bool = True,
+) -> tuple[PyTree, jax.Array]:
+    """`local_overflow`, and a tree that is there only once it has been tested.
+
+    Collectives reduce in place on GPU. A test that may run after one has started makes
+    the compiler copy every large gradient first; one that is tied to it does not.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    limits: dict[Any, jax.Array] = {}
+    small: dict[Any, list[jax.Array]] = {}
+    within: list[jax.Array] = []
+    for i, leaf in enumerate(leaves):
+        if not is_inexact(leaf) or not np.size(leaf):
+            continue
+        x = jnp.asarray(leaf)
+        if x.dtype not in limits:
+            limits[x.dtype] = _largest_safe(x.dtype, loss_scale, headroom or Headroom())
+        if x.size <= _SMALL:
+            small.setdefault(x.dtype, []).append(x.ravel())
+            continue
+        good = _within(x, limits[x.dtype])
+        if tie:
+            leaves[i], good = lax.optimization_barrier((x, good))
+        within.append(good)
+    for dtype, xs in small.items():
+        together = lax.optimization_barrier(jnp.concatenate(xs))
+        within.append(_within(together, limits[dtype]))
+    tree = jax.tree.unflatten(structure, leaves)
     if not within:
-        return jnp.zeros((), jnp.bool_)
-    return lax.optimization_barrier(~jnp.all(jnp.stack(within)))
+        return tree, jnp.zeros((), jnp.bool_)
+    return tree, lax.optimization_barrier(~jnp.all(jnp.stack(within)))
 
 
 # Leaves up to this many elements are tested together: a test of its own costs more
@@ -76,36 +107,13 @@ def local_overflow(
 _SMALL = 4096
 
 
-def _real_parts(tree: PyTree) -> list[jax.Array]:
-    leaves = [jnp.asarray(x) for x in inexact_leaves(tree)]
-    return [
-        part
-        for x in leaves
-        for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))
-    ]
-
-
-def _few(parts: list[jax.Array]) -> list[jax.Array]:
-    """The same values in few arrays: the small ones of one dtype in one."""
-    large = [x for x in parts if x.size > _SMALL]
-    small: dict[Any, list[jax.Array]] = {}
-    for x in parts:
-        if x.size <= _SMALL:
-            small.setdefault(x.dtype, []).append(x.ravel())
-    together = [lax.optimization_barrier(jnp.concatenate(xs)) for xs in small.values()]
-    return large + together
-
-
 def _within(x: jax.Array, limit: jax.Array) -> jax.Array:
     """Whether `-limit <= x <= limit` everywhere; False for nan.
 
-    Both extremes propagate nan, and need no temporary: `all(isfinite(x))` writes one
-    byte per element on CPU.
+    Every element is compared (on CPU one byte per element is written): the minimum
+    and maximum of a large array lose nan on XLA's CPU backend.
     """
-    if not extremes_are_fast(x.dtype):
-        return jnp.all(jnp.abs(x.astype(limit.dtype)) <= limit)
-    low, high = (f(x).astype(limit.dtype) for f in (jnp.min, jnp.max))
-    return (low >= -limit) & (high <= limit)
+    return jnp.all(jnp.abs(x.astype(limit.dtype)) <= limit)
 
 
 def _largest_safe(dtype: Any, loss_scale: jax.Array, headroom: Headroom) -> jax.Array:
@@ -115,8 +123,8 @@ def _largest_safe(dtype: Any, loss_scale: jax.Array, headroom: Headroom) -> jax.
     growth = headroom.growth()
     on_the_way = [wide, *(real_dtype(t) for t in headroom.dtypes)]
     limits = [own] + [_shrunk(t, headroom.replicas, growth, wide) for t in on_the_way]
-    # The result is `growth * x / scale` in the dtype of the leaf.
-    ratio = loss_scale.astype(wide) / growth
+    # The result is `x / scale`, or `growth * x / scale`, in the dtype of the leaf.
+    ratio = loss_scale.astype(wide) / (1 if headroom.shrinks else growth)
     rounded = own * jnp.asarray(1 - 4 * float(jnp.finfo(wide).eps), wide)
     limits.append(jnp.where(ratio < 1, rounded * ratio, own))
     return jnp.min(jnp.stack(limits))
