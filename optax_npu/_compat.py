@@ -10,7 +10,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 AxisName = Hashable
