@@ -22,18 +22,25 @@ class Packet(NamedTuple):
     numbers: Numbers
 
 
-def _is_one_leaf(packet: Packet, leaves: Sequence[Any]) -> bool:
-    """Whether the packet is one real leaf that needs no packing."""
+def _alone(packet: Packet, leaves: Sequence[Any]) -> jax.Array | None:
+    """The one real leaf of the packet, if it needs no copy to travel."""
     (first, *rest) = packet.pieces
     leaf = leaves[first.leaf]
-    whole = not rest and first.size == leaf.size and not jnp.iscomplexobj(leaf)
-    return whole and parts_of(packet.stages) == 1
+    if rest or first.size != leaf.size or jnp.iscomplexobj(leaf):
+        return None
+    parts = parts_of(packet.stages)
+    if parts == 1 or (leaf.ndim > 1 and leaf.shape[0] % parts == 0):
+        return leaf
+    rows, lanes = shape_for(leaf.size, parts)
+    return leaf.reshape(rows, lanes) if rows * lanes == leaf.size else None
 
 
 def pack(packet: Packet, leaves: Sequence[Any]) -> jax.Array:
+    """The buffer of a packet: the leaf itself, or rows × lanes with padding."""
     acc = packet.numbers.acc
-    if _is_one_leaf(packet, leaves):
-        return leaves[packet.pieces[0].leaf].astype(acc)
+    alone = _alone(packet, leaves)
+    if alone is not None:
+        return alone.astype(acc)
     flat: list[jax.Array] = []
     for piece in packet.pieces:
         values = leaves[piece.leaf].reshape(-1)[piece.start : piece.stop]
@@ -51,9 +58,10 @@ def pack(packet: Packet, leaves: Sequence[Any]) -> jax.Array:
 
 
 def unpack(x: jax.Array, packet: Packet, leaves: Sequence[Any]) -> list[jax.Array]:
+    """The values of the pieces, out of the reduced buffer of `pack`."""
     out = packet.numbers.out
-    if _is_one_leaf(packet, leaves):
-        return [x.reshape(-1).astype(out)]
+    if _alone(packet, leaves) is not None:
+        return [x.astype(out)]
     x = x.reshape(-1)
     values, start = [], 0
     for piece in packet.pieces:

@@ -109,7 +109,8 @@ def check_num_packs(value: Any) -> int:
 
 def _leaf_spec(path: str, leaf: Any) -> LeafSpec:
     shape = tuple(np.shape(leaf))
-    if is_inexact(leaf) or is_integer(leaf):
+    number = isinstance(leaf, int) and not isinstance(leaf, bool)
+    if number or is_inexact(leaf) or is_integer(leaf):
         dtype = getattr(leaf, "dtype", None)
         return LeafSpec(
             path, shape, np.dtype(dtype or jax.numpy.result_type(leaf)).name

@@ -50,6 +50,7 @@ def reduce_tree(
     keep_wide: bool = False,
     on_replicated: OnReplicated = "summed",
     integers: Integers = "refuse",
+    divide: bool = True,
 ) -> tuple[PyTree, Any]:
     """Reduces the leaves of `tree` over `axes`, bucket by bucket.
 
@@ -74,6 +75,9 @@ def reduce_tree(
         known where types are tracked): ``"summed"`` over them already, with a warning;
         ``"equal"`` on them, as in ``lax.psum``; or an ``"error"``.
       integers: Whether a mean of integers is refused, or they pass untouched.
+      divide: Whether a mean is divided here. ``False`` leaves the sum, and the caller
+        divides by ``axes.size``, e.g. together with the loss scale: one pass less over
+        every gradient, for sums that are known not to overflow.
 
     Returns:
       The reduced tree, typed as replicated over `axes` where types are tracked, equal
@@ -84,21 +88,21 @@ def reduce_tree(
     )
     order = fence if isinstance(fence, str) else ("auto" if fence else "none")
     order = _tailing.check_order(order)
-    if len(axes.levels) > 1 and settings.inter_node_dtype is None:
-        # Over TPU slices the compiler decomposes a flat reduction better than we do.
-        axes = axes.flat() if order != "chain" and _tailing.several_slices() else axes
+    if order == "auto" and len(axes.levels) > 1:
+        # Each stage is ordered by itself, which serialises nothing on any platform.
+        order = "chain"
     found = jax.tree_util.tree_leaves_with_path(tree)
     paths = [path_name(path) for path, _ in found]
     leaves = [_as_array(leaf) for _, leaf in found]
     if plan is None:
         plan = bucket_plan(tree)
-    _check_plan(plan, leaves)
     states = [
         replication_of(leaf, raw, axes, settings)
         for leaf, (_, raw) in zip(leaves, found, strict=True)
     ]
+    _check_plan(plan, leaves, states)
     report(states, paths, axes, settings)
-    packets = _packets(plan, leaves, states, axes, settings)
+    packets = _packets(plan, leaves, states, axes, settings, divide)
     parts, extra = _run(packets, leaves, order, before_last)
     out = [
         _assemble(leaf, parts.get(i), states[i], axes) for i, leaf in enumerate(leaves)
@@ -111,18 +115,21 @@ def _as_array(leaf: Any) -> Any:
     return jnp.asarray(leaf) if number or is_inexact(leaf) or is_integer(leaf) else leaf
 
 
-def _check_plan(plan: BucketPlan, leaves: Sequence[Any]) -> None:
-    planned = [spec.shape for spec in plan.leaves]
-    given = [tuple(np.shape(leaf)) for leaf in leaves]
-    if planned != given:
-        first = next(
-            (i for i, (a, b) in enumerate(zip(planned, given, strict=False)) if a != b),
-            min(len(planned), len(given)),
-        )
-        where = plan.leaves[first].path if first < len(planned) else f"leaf {first}"
+def _check_plan(
+    plan: BucketPlan, leaves: Sequence[Any], states: Sequence[Replication]
+) -> None:
+    """Every leaf that is reduced has its place in the plan."""
+    count = len(plan.leaves)
+    wrong = [
+        spec.path
+        for spec, leaf, state in zip(plan.leaves, leaves, states, strict=False)
+        if spec.shape != np.shape(leaf) or (state.reduced and spec.dtype is None)
+    ]
+    if wrong or count != len(leaves):
+        where = repr(wrong[0]) if wrong else f"leaf {min(count, len(leaves))}"
         raise ValueError(
-            f"The bucket plan is for {len(planned)} leaves, the tree has {len(given)};"
-            f" the first difference is at {where!r}. Plan the tree that is reduced:"
+            f"The bucket plan is for {count} leaves, the tree has {len(leaves)}; the"
+            f" first difference is at {where}. Plan the tree that is reduced:"
             " bucket_plan(params, ...)."
         )
 
@@ -133,6 +140,7 @@ def _packets(
     states: Sequence[Replication],
     axes: ResolvedAxes,
     settings: Settings,
+    divide: bool,
 ) -> list[Packet]:
     packets = []
     for bucket in plan.buckets:
@@ -143,7 +151,7 @@ def _packets(
                 key = (leaf.dtype, varying_axes(leaf), state)
                 alike.setdefault(key, []).append(piece)
         for (dtype, _, state), pieces in alike.items():
-            numbers = _numbers(dtype, state, axes, settings)
+            numbers = _numbers(dtype, state, axes, settings, divide)
             mine = axes.only(state.over)
             stages = stages_of(mine, numbers.wire)
             packets.append(Packet(tuple(pieces), mine, stages, numbers))
@@ -151,7 +159,11 @@ def _packets(
 
 
 def _numbers(
-    dtype: Any, state: Replication, axes: ResolvedAxes, settings: Settings
+    dtype: Any,
+    state: Replication,
+    axes: ResolvedAxes,
+    settings: Settings,
+    divide: bool,
 ) -> Numbers:
     equal = state.constant or settings.on_replicated == "equal"
     factor = state.missing if equal else 1
@@ -169,7 +181,7 @@ def _numbers(
     wire = wire if wire is not None and wire.itemsize < acc.itemsize else None
     wide = settings.keep_wide and acc.itemsize > own.itemsize
     divisor = axes.size // (state.missing if equal else 1)
-    return Numbers(acc, wire, acc if wide else own, mean, divisor, factor)
+    return Numbers(acc, wire, acc if wide else own, mean and divide, divisor, factor)
 
 
 class _Queues:
@@ -244,8 +256,8 @@ def _assemble(
 ) -> Any:
     if parts:
         pieces = [values for _, values in sorted(parts, key=lambda part: part[0])]
-        flat = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
-        return flat.reshape(leaf.shape)
+        whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+        return whole.reshape(leaf.shape)
     if not state.reduced:
         return leaf
     # No elements: a fresh array, typed as reduced.

@@ -85,6 +85,8 @@ def check_settings(
             f"on_replicated={on_replicated!r}, but must be 'summed', 'equal' or"
             " 'error'."
         )
+    if integers not in ("refuse", "pass"):
+        raise ValueError(f"integers={integers!r}, but must be 'refuse' or 'pass'.")
     wire = float_dtype("inter_node_dtype", inter_node_dtype)
     if wire is not None and spec is not None and not spec.has_nodes:
         raise ValueError(
