@@ -113,6 +113,8 @@ def _within(x: jax.Array, limit: jax.Array) -> jax.Array:
     Every element is compared (on CPU one byte per element is written): the minimum
     and maximum of a large array lose nan on XLA's CPU backend.
     """
+    if jnp.iscomplexobj(x):
+        return _within(x.real, limit) & _within(x.imag, limit)
     return jnp.all(jnp.abs(x.astype(limit.dtype)) <= limit)
 
 
