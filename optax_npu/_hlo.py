@@ -120,7 +120,8 @@ class Module:
     @property
     def name(self) -> str:
         """The name of the jitted function, as XLA spells it."""
-        return re.split(r"[ ,]", self.header.removeprefix("HloModule "), maxsplit=1)[0]
+        name = re.split(r"[ ,]", self.header.removeprefix("HloModule "), maxsplit=1)[0]
+        return name.removesuffix("-clone")
 
     @property
     def is_scheduled(self) -> bool:

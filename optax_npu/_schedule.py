@@ -102,7 +102,7 @@ def schedule_report(
         ),
         barrier=roles.barrier,
         step_seconds=timeline.seconds,
-        exposed_seconds=sum(timeline.exposed.values()),
+        exposed_seconds=sum(timeline.exposed.values(), 0.0),
         devices_per_node=per_node,
         num_devices=module.num_devices,
         chip=chip,
