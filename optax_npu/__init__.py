@@ -27,6 +27,9 @@ from optax_npu._monitor import LossScaleError as LossScaleError
 from optax_npu._monitor import check_health as check_health
 from optax_npu._monitor import loss_scale_metrics as loss_scale_metrics
 from optax_npu._optimizer import NPUOptimizerState as NPUOptimizerState
+from optax_npu._optimizer import (
+    npu_distributed_optimizer as npu_distributed_optimizer,
+)
 from optax_npu._optimizer import npu_loss_scale_optimizer as npu_loss_scale_optimizer
 from optax_npu._optimizer import npu_optimizer as npu_optimizer
 from optax_npu._packing import bucket_plan as bucket_plan

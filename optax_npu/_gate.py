@@ -43,12 +43,14 @@ class GatedUpdate:
       tail: What comes behind it.
       split: The state as a pair, of the head and of the tail.
       join: The pair as the state.
+      skips: False for a loss scale that never skips.
     """
 
     head: Stage
     tail: Stage
     split: Callable[[PyTree], tuple[PyTree, PyTree]]
     join: Callable[[PyTree, PyTree], PyTree]
+    skips: bool = True
 
     def __call__(
         self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
@@ -73,8 +75,8 @@ class GatedUpdate:
             return (optax.apply_updates(params, updates) if apply else updates), state
 
         states = self.split(state)
-        if nodes(state, AssumedFinite) or not nodes(state, LossScaleState):
-            # An outer gate has decided already, or there is nothing to decide.
+        decided = nodes(state, AssumedFinite)  # by an outer gate
+        if decided or not self.skips or not nodes(state, LossScaleState):
             result, states = _both(head, tail, grads, states, params)
             return result, self.join(*states)
         find_loss_scale_state(state)

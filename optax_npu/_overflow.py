@@ -77,41 +77,68 @@ def tied_overflow(
     the compiler copy every large gradient first; one that is tied to it does not.
     """
     leaves, structure = jax.tree.flatten(tree)
-    limits: dict[Any, jax.Array] = {}
-    small: dict[Any, list[jax.Array]] = {}
-    within: list[jax.Array] = []
-    for i, leaf in enumerate(leaves):
-        if not is_inexact(leaf) or not np.size(leaf):
-            continue
-        x = jnp.asarray(leaf)
-        if x.dtype not in limits:
-            limits[x.dtype] = _largest_safe(x.dtype, loss_scale, headroom or Headroom())
+    parts = {i: jnp.asarray(x) for i, x in enumerate(leaves) if _is_tested(x)}
+    limits = {
+        dtype: _largest_safe(dtype, loss_scale, headroom or Headroom())
+        for dtype in dict.fromkeys(x.dtype for x in parts.values())
+    }
+    good: list[jax.Array] = []
+    for x in _together([x for x in parts.values() if x.size <= _SMALL]):
+        good.append(_within(x, _in_turn(limits[x.dtype], good, x)))
+    for i, x in parts.items():
         if x.size <= _SMALL:
-            small.setdefault(x.dtype, []).append(x.ravel())
             continue
-        good = _within(x, limits[x.dtype])
+        limit = limits[x.dtype] if tie else _in_turn(limits[x.dtype], good, x)
+        verdict = _within(x, limit)
         if tie:
-            leaves[i], good = lax.optimization_barrier((x, good))
-        within.append(good)
-    for dtype, xs in small.items():
-        together = lax.optimization_barrier(jnp.concatenate(xs))
-        within.append(_within(together, limits[dtype]))
+            leaves[i], verdict = lax.optimization_barrier((x, verdict))
+        good.append(verdict)
     tree = jax.tree.unflatten(structure, leaves)
-    if not within:
-        return tree, jnp.zeros((), jnp.bool_)
-    return tree, lax.optimization_barrier(~jnp.all(jnp.stack(within)))
+    bad = ~jnp.all(jnp.stack(good)) if good else jnp.zeros((), jnp.bool_)
+    # Without the barrier XLA repeats the whole conjunction for every use of the flag.
+    return tree, lax.optimization_barrier(bad)
 
 
 # Leaves up to this many elements are tested together: a test of its own costs more
 # time, to compile and to run, than a copy of so little.
 _SMALL = 4096
+_TOGETHER = 2**16
+
+
+def _is_tested(leaf: Any) -> bool:
+    return is_inexact(leaf) and np.size(leaf) > 0
+
+
+def _together(small: list[jax.Array]) -> list[jax.Array]:
+    """The same values in few arrays, each of one dtype."""
+    groups: list[list[jax.Array]] = []
+    for dtype in dict.fromkeys(x.dtype for x in small):
+        size = _TOGETHER
+        for x in (x for x in small if x.dtype == dtype):
+            if size + x.size > _TOGETHER:
+                groups.append([])
+                size = 0
+            groups[-1].append(x.ravel())
+            size += x.size
+    # The barrier keeps XLA from testing the pieces one by one after all.
+    return [lax.optimization_barrier(jnp.concatenate(group)) for group in groups]
+
+
+def _in_turn(limit: jax.Array, good: list[jax.Array], x: jax.Array) -> jax.Array:
+    """The limit, known only when a test some places before is done.
+
+    On CPU a test writes a byte per element. With as many tests under way as an element
+    has bytes, they take no more memory than one leaf.
+    """
+    ahead = x.dtype.itemsize
+    return jnp.where(good[-ahead], limit, -1) if len(good) >= ahead else limit
 
 
 def _within(x: jax.Array, limit: jax.Array) -> jax.Array:
     """Whether `-limit <= x <= limit` everywhere; False for nan.
 
-    Every element is compared (on CPU one byte per element is written): the minimum
-    and maximum of a large array lose nan on XLA's CPU backend.
+    Every element is compared: the minimum and maximum of a large array lose nan on
+    XLA's CPU backend.
     """
     if jnp.iscomplexobj(x):
         return _within(x.real, limit) & _within(x.imag, limit)

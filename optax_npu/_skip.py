@@ -50,7 +50,7 @@ def skip_on_overflow(
       The conditional apply of ``tf.mixed_precision.LossScaleOptimizer`` and Ascend's
       ``NPUOptimizer``.
     """
-    _check_transformation("tx", tx)
+    check_transformation("tx", tx)
     inner = optax.with_extra_args_support(tx)
     update = GatedUpdate(
         head=lambda g, state, p, extra: inner.update(g, state, p, **extra),
@@ -81,7 +81,7 @@ def chain(*transforms: Any) -> optax.GradientTransformationExtraArgs:
       32768.0
     """
     for i, tx in enumerate(transforms):
-        _check_transformation(f"transforms[{i}]", tx)
+        check_transformation(f"transforms[{i}]", tx)
     members = [optax.with_extra_args_support(tx) for tx in transforms]
 
     def run(part: list[Any], grads: PyTree, states: PyTree, params: PyTree, extra: Any):
@@ -108,7 +108,8 @@ def _split_behind_the_loss_scale(states: tuple[PyTree, ...]) -> tuple[Any, Any]:
     return tuple(states[:end]), tuple(states[end:])
 
 
-def _check_transformation(name: str, tx: Any) -> None:
+def check_transformation(name: str, tx: Any) -> None:
+    """Refuses what is no gradient transformation, with the fix."""
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"{name} is a {type(tx).__name__}, but an optax.GradientTransformation is"
@@ -153,7 +154,7 @@ def apply_gradients(
       >>> print(params)
       [-1. -2.]
     """
-    _check_transformation("tx", tx)
+    check_transformation("tx", tx)
     if not isinstance(tx.update, GatedUpdate):
         tx = skip_on_overflow(tx)
     return tx.update.run(grads, opt_state, params, extra_args, apply=True)

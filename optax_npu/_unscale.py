@@ -57,7 +57,7 @@ def npu_loss_scale(
     Put it first in a chain, before any clipping: a clip turns inf into a finite
     value and hides the overflow. ::
 
-        optax_npu.chain(npu_loss_scale(), optax.clip_by_global_norm(1.), optax.lamb(1e-3))
+        chain(npu_loss_scale(), optax.clip_by_global_norm(1.0), optax.lamb(1e-3))
 
     **On overflow** it returns zeros, so that no non-finite value ever gets through,
     lowers the scale by the rule and counts the skip. An element of a plain
@@ -151,44 +151,60 @@ def unscale(
     loss_scale: jax.Array,
     params: PyTree | None,
     inverse: Inverse | None = None,
+    like: PyTree | None = None,
+    divisor: int = 1,
 ) -> PyTree:
-    """Every floating or complex leaf divided by the scale; see `npu_loss_scale`."""
-    float32 = jnp.dtype(jnp.float32)
-    inverses = {float32: inverse or inverse_of(loss_scale)}
+    """Every floating or complex leaf divided by the scale; see `npu_loss_scale`.
 
-    def leaf(x: Any, param: Any = None) -> Any:
+    Args:
+      tree: The gradients.
+      loss_scale: The scale they carry.
+      params: The parameters, if they are known.
+      inverse: The reciprocal in float32, if it is known.
+      like: A tree with the dtypes to return where `tree` is wider.
+      divisor: A power of two to divide by as well.
+
+    Returns:
+      The tree in the dtypes of `output_dtype`.
+    """
+    float32 = jnp.dtype(jnp.float32)
+    inverses = {float32: inverse or inverse_of(loss_scale, divisor)}
+
+    def leaf(x: Any, like: Any, param: Any = None) -> Any:
         if not is_inexact(x):
             return x
         x = jnp.asarray(x)
         wide = compute_dtype(x.dtype)
         real = real_dtype(wide)
         if real not in inverses:
-            inverses[real] = inverse_of(loss_scale.astype(real))
+            inverses[real] = inverse_of(loss_scale.astype(real), divisor)
         first, second = inverses[real]
-        return (x.astype(wide) * first * second).astype(output_dtype(x, param))
+        return (x.astype(wide) * first * second).astype(output_dtype(like, param))
 
     def passes(x: Any) -> bool:
         return x is None or isinstance(x, optax.MaskedNode)
 
     rest = () if params is None else (params,)
-    return jax.tree.map(leaf, tree, *rest, is_leaf=passes)
+    like = tree if like is None else like
+    return jax.tree.map(leaf, tree, like, *rest, is_leaf=passes)
 
 
-def inverse_of(scale: jax.Array) -> Inverse:
-    """The reciprocal of a usable scale."""
+def inverse_of(scale: jax.Array, divisor: int = 1) -> Inverse:
+    """The reciprocal of a usable scale times a power of two."""
     half = jnp.where(scale > 2.0**126, 0.5, 1.0).astype(scale.dtype)
-    return Inverse(1 / (scale * half), half)
+    return Inverse(1 / (scale * half), half / divisor)
 
 
-def output_dtype(x: jax.Array, param: Any) -> Any:
+def output_dtype(x: Any, param: Any) -> Any:
     """The dtype in which a gradient leaves this stage.
 
     Its own, unless its exponent range is narrower than its parameter's.
     """
+    dtype = jnp.asarray(x).dtype
     if not is_inexact(param):
-        return x.dtype
+        return dtype
     wider = jnp.asarray(param).dtype
-    return wider if jnp.finfo(x.dtype).minexp > jnp.finfo(wider).minexp else x.dtype
+    return wider if jnp.finfo(dtype).minexp > jnp.finfo(wider).minexp else dtype
 
 
 def zero_where(overflow: jax.Array, tree: PyTree) -> PyTree:

@@ -285,3 +285,18 @@ def test_a_broken_restored_scale_is_repaired(broken):
 def run_from(tx, params, grads, state):
     ((updates, params, state),) = steps(tx, params, [grads], state)
     return updates, params, state
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_nan_is_seen_in_arrays_of_every_size(dtype):
+    # XLA's minimum and maximum of more than a few thousand elements lose nan on CPU.
+    tx = npu_loss_scale(1.0)
+    update = jax.jit(lambda g: tx.update(g, tx.init(None))[1].found_inf)
+    for sizes in ((5000,), (70_000,), (333_333,), (4096, 4097), (17,) * 40):
+        leaves = [np.ones(n, np.float32) for n in sizes]
+        for i in {0, len(sizes) // 2, len(sizes) - 1}:
+            for place in (0, sizes[i] // 3, sizes[i] - 1):
+                leaves[i][place] = NAN
+                assert bool(update([jnp.asarray(x, dtype) for x in leaves]))
+                leaves[i][place] = 1.0
+        assert not bool(update([jnp.asarray(x, dtype) for x in leaves]))
