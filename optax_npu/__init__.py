@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss scaling, two-level gradient all-reduce and tail hiding for Optax."""
 
+from optax_npu._accumulate import accumulate_gradients as accumulate_gradients
+from optax_npu._accumulator import AccumulationState as AccumulationState
+from optax_npu._accumulator import accumulation_specs as accumulation_specs
 from optax_npu._all_reduce import hierarchical_all_reduce as hierarchical_all_reduce
 from optax_npu._all_reduce import hierarchical_pmean as hierarchical_pmean
 from optax_npu._all_reduce import hierarchical_psum as hierarchical_psum
