@@ -98,8 +98,8 @@ def test_good_and_bad_steps_end_where_the_good_ones_alone_do(name):
 @pytest.mark.parametrize("name", ["adam", "lamb", "sgd_momentum", "lion"])
 def test_all_spellings_give_one_trajectory(name):
     inner, rule = OPTIMIZERS[name], DynamicLossScale(8.0, increment_period=3)
-    grads = random_gradients(40, seed=1)
-    for i in (0, 3, 4, 17, 18, 39):
+    grads = random_gradients(14, seed=1)
+    for i in (0, 3, 4, 9, 13):
         grads[i] = BAD[i % 2]
     spellings = {
         "chain": optax_npu.chain(npu_loss_scale(rule), inner()),

@@ -501,7 +501,7 @@ def test_switches_that_cannot_work_are_refused(arguments, message):
 
 
 def test_switches_must_be_bools():
-    with pytest.raises(TypeError, match="is_distributed='data'.*axis_name="):
+    with pytest.raises(TypeError, match=r"is_distributed='data'.*axis_name="):
         npu_optimizer(optax.sgd(1.0), 1.0, "data")
     with pytest.raises(TypeError, match="opt is a float"):
         npu_optimizer(0.1)
