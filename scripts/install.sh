@@ -11,3 +11,15 @@ pip="$VENV/bin/python -m pip --disable-pip-version-check -q"
 $pip install --upgrade pip
 # shellcheck disable=SC2086 # PINS is a list
 $pip install -e '.[dev]' ${PINS:-}
+
+# The H100 and TPU compilers, which run without the chips. Their wheels exist for Linux on
+# x86-64; elsewhere the tests that need them say so.
+if [ "$(uname -sm)" = "Linux x86_64" ]; then
+  jax=$("$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("jax"))')
+  $pip install "jax[tpu]==$jax" ||
+    echo "no TPU compiler for JAX $jax: its tests are skipped" >&2
+  # Without dependencies: the compiler needs none of the CUDA libraries.
+  $pip install --no-deps "jax-cuda12-plugin==$jax" "jax-cuda12-pjrt==$jax" \
+    nvidia-cuda-nvcc-cu12 ||
+    echo "no CUDA compiler for JAX $jax: its tests are skipped" >&2
+fi
