@@ -134,19 +134,22 @@ def vote_and_reduce(
     """
     axes = resolve_axes(how.spec) if how else None
     voters = (axes.names if axes else ()) + agreement_axes
-    vote = None
+    vote: Vote | None = None
     if outside is not None:
         headroom = how.headroom(axes) if how and axes else None
-        grads, bad = tied_overflow(grads, loss_scale, headroom)
-        bad = outside(bad)
-
-        def vote(prev: jax.Array | None) -> jax.Array:
-            ordered = prev is not None and can_follow(bad, prev)
-            return agree(fence(bad, prev, "chain") if ordered else bad, voters)
-
+        grads, local = tied_overflow(grads, loss_scale, headroom)
+        vote = _vote(outside(local), voters)
     if how is None or axes is None:
         return grads, vote(None) if vote else None, 1
     return how.run(grads, axes, vote)
+
+
+def _vote(bad: jax.Array, voters: tuple[AxisName, ...]) -> Vote:
+    def vote(prev: jax.Array | None) -> jax.Array:
+        ordered = prev is not None and can_follow(bad, prev)
+        return agree(fence(bad, prev, "chain") if ordered else bad, voters)
+
+    return vote
 
 
 def require_axes(axis_name: Any, is_distributed: bool) -> None:

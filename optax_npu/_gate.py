@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_npu._checks import is_traced
 from optax_npu._compat import bound_axes, match_varying
 from optax_npu._scale_rule import LossScaleState
 from optax_npu._state import find_loss_scale_state, map_loss_scale, nodes
@@ -107,7 +108,7 @@ def _branch_is_possible(inputs: PyTree) -> bool:
     of ``jit``, where nothing fuses; not with float0, which XLA does not know.
     """
     leaves = jax.tree.leaves(inputs)
-    traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    traced = any(is_traced(x) for x in leaves)
     float0 = any(getattr(x, "dtype", None) == jax.dtypes.float0 for x in leaves)
     return traced and not float0 and not bound_axes()
 

@@ -51,14 +51,17 @@ def skip_on_overflow(
       ``NPUOptimizer``.
     """
     check_transformation("tx", tx)
+    return optax.GradientTransformationExtraArgs(tx.init, _guarded_update(tx))
+
+
+def _guarded_update(tx: optax.GradientTransformation) -> GatedUpdate:
     inner = optax.with_extra_args_support(tx)
-    update = GatedUpdate(
+    return GatedUpdate(
         head=lambda g, state, p, extra: inner.update(g, state, p, **extra),
         tail=lambda g, state, p, extra: (g, state),
         split=lambda state: (state, ()),
         join=lambda state, nothing: state,
     )
-    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def chain(*transforms: Any) -> optax.GradientTransformationExtraArgs:
@@ -155,9 +158,10 @@ def apply_gradients(
       [-1. -2.]
     """
     check_transformation("tx", tx)
-    if not isinstance(tx.update, GatedUpdate):
-        tx = skip_on_overflow(tx)
-    return tx.update.run(grads, opt_state, params, extra_args, apply=True)
+    update = tx.update
+    if not isinstance(update, GatedUpdate):
+        update = _guarded_update(tx)
+    return update.run(grads, opt_state, params, extra_args, apply=True)
 
 
 def keep_if_applied(opt_state: PyTree, new_tree: PyTree, old_tree: PyTree) -> PyTree:

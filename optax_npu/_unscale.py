@@ -110,7 +110,7 @@ def npu_loss_scale(
 
     def update_fn(
         updates: PyTree,
-        state: LossScaleState | AssumedFinite,
+        state: Any,  # a LossScaleState, or one in an AssumedFinite
         params: PyTree | None = None,
         *,
         found_inf: jax.Array | bool | None = None,
