@@ -153,12 +153,13 @@ def _reduce_scatter(x: jax.Array, level: Level) -> jax.Array:
     def native(x: jax.Array) -> jax.Array:
         return lax.psum_scatter(x, scatter_dimension=0, tiled=True, **level.collective)
 
-    if jax.process_count() == 1:
+    if not jax.distributed.is_initialized():
         return native(x)
 
     def by_exchange(x: jax.Array) -> jax.Array:
-        # Gloo's reduce-scatter has returned wrong values for chunks of several MiB
-        # (jax#40830). An exchange moves the same bytes.
+        # Gloo, which takes over as soon as jax.distributed is initialised, has returned
+        # wrong sums for shares of several MiB (jax#40830). An exchange moves the same
+        # bytes.
         return jnp.sum(_exchange(x, level), axis=0).astype(x.dtype)
 
     return lax.platform_dependent(x, cpu=by_exchange, default=native)
