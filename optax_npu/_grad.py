@@ -88,6 +88,20 @@ def local_params(params: PyTree, axis_name: AxisNames) -> PyTree:
 
     Raises:
       ValueError: An axis is not bound here.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_npu
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = optax_npu.two_level_mesh()
+      >>> axes = mesh.axis_names
+      >>> def gradient(w, x):
+      ...     w = optax_npu.local_params(w, axes)
+      ...     grad = jax.grad(lambda w: w * jnp.mean(x))(w)
+      ...     return optax_npu.hierarchical_pmean(grad, axes)
+      >>> gradient = jax.shard_map(
+      ...     gradient, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P())
+      >>> print(gradient(jnp.float32(2.0), jnp.full(mesh.size, 3.0)))
+      3.0
     """
     axes = as_axis_tuple(axis_name)
     require_bound(axes)

@@ -95,6 +95,12 @@ class Chip:
 
     `Chip.preset` knows ``"h100"``, ``"v5e"``, ``"ascend910"`` (published peaks) and
     ``"cpu"``.
+
+    Example:
+      >>> import optax_npu
+      >>> chip = optax_npu.Chip("half an H100", 247e12, 495e12, 1.675e12)
+      >>> round(1e3 * chip.memory_seconds(3e9), 2)  # ms to move 3 GB
+      1.99
     """
 
     name: str

@@ -105,6 +105,12 @@ class LossScale:
     `loss_scale_preset` returns. Immutable, hashable and compared by value, so it can be
     a static argument or a field of a module. `init` and `update` are pure, and work
     under ``jit``, ``vmap``, ``lax.scan`` and ``eval_shape``.
+
+    Example:
+      >>> import optax_npu
+      >>> rules = [optax_npu.DynamicLossScale(), optax_npu.loss_scale_preset("torch")]
+      >>> [isinstance(rule, optax_npu.LossScale) for rule in rules]
+      [True, True]
     """
 
     @property

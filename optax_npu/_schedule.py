@@ -147,6 +147,16 @@ def assert_tail_overlap(
     Raises:
       TailOverlapError: An `AssertionError` that names what is missed and carries the
         report.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_npu
+      >>> step = jax.jit(lambda p, g: p - 0.1 * g)
+      >>> compiled = step.lower(jnp.ones(8), jnp.ones(8)).compile()
+      >>> try:
+      ...     optax_npu.assert_tail_overlap(compiled)
+      ... except optax_npu.TailOverlapError as error:
+      ...     print(str(error).split(":")[0])
+      there is no gradient collective
     """
     report = schedule_report(compiled, **options)
     missed = []

@@ -17,6 +17,11 @@ class ReduceOp(enum.Enum):
     """How values of several replicas become one: their sum or their mean.
 
     Wherever one is asked for, the strings ``"sum"`` and ``"mean"`` do as well.
+
+    Example:
+      >>> import optax_npu
+      >>> optax_npu.ReduceOp("mean") is optax_npu.ReduceOp.MEAN
+      True
     """
 
     SUM = "sum"
