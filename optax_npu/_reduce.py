@@ -14,7 +14,14 @@ import numpy as np
 
 from optax_npu import _tailing
 from optax_npu._axes import ResolvedAxes
-from optax_npu._collectives import Numbers, finish, narrow, run_stage, stages_of
+from optax_npu._collectives import (
+    Numbers,
+    Stage,
+    finish,
+    narrow,
+    run_stage,
+    stages_of,
+)
 from optax_npu._compat import cast_varying, varying_axes
 from optax_npu._packets import Packet, pack, unpack
 from optax_npu._packing import bucket_plan
@@ -88,9 +95,6 @@ def reduce_tree(
     )
     order = fence if isinstance(fence, str) else ("auto" if fence else "none")
     order = _tailing.check_order(order)
-    if order == "auto" and len(axes.levels) > 1:
-        # Each stage is ordered by itself, which serialises nothing on any platform.
-        order = "chain"
     found = jax.tree_util.tree_leaves_with_path(tree)
     paths = [path_name(path) for path, _ in found]
     leaves = [_as_array(leaf) for _, leaf in found]
@@ -240,12 +244,19 @@ def _run_packet(
     if last_sum < 0:
         x = finish(x, stages, numbers)
     for i, stage in enumerate(stages):
-        x = _tailing.fence(x, queues.newest(stage.key, x), queues.order)
+        place = _place(stage, stages)
+        x = _tailing.fence(x, queues.newest(stage.key, x), queues.order, place)
         x = run_stage(x, stage, numbers)
         queues.add(stage.key, x)
         if i == last_sum:
             x = narrow(finish(x, stages, numbers), stages, numbers)
     return unpack(x, packet, leaves)
+
+
+def _place(stage: Stage, stages: Sequence[Stage]) -> _tailing.Place:
+    if len({other.level for other in stages}) == 1:
+        return "flat"
+    return "between" if stage.level.between_nodes else "inside"
 
 
 def _assemble(

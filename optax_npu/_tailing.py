@@ -11,8 +11,9 @@ first. So each bucket is made to depend on the previous bucket's *result*:
 * On CPU, where older compilers drop barriers, by data: one element is selected between
   itself and an element of the previous result, on a predicate that is never true but
   that no compiler can know. A select never leaks a nan; a product with zero would.
-* On multi-slice TPU not at all: the compiler keeps all transfers in flight by itself,
-  and a fence would serialise them.
+* On TPU not between slices: the compiler keeps all those transfers in flight by itself;
+  behind a fence it would receive one before it sends the next. A flat reduction over
+  several slices is not fenced at all.
 """
 
 from typing import Literal
@@ -30,6 +31,8 @@ from optax_npu._compat import (
 )
 
 Order = Literal["auto", "chain", "none"]
+# A reduction at one level, or a stage of one at several: inside nodes, between them.
+Place = Literal["flat", "inside", "between"]
 
 
 def check_order(order: str) -> Order:
@@ -42,22 +45,28 @@ def check_order(order: str) -> Order:
     )
 
 
-def fence(x: jax.Array, prev: jax.Array | None, order: Order = "auto") -> jax.Array:
+def fence(
+    x: jax.Array,
+    prev: jax.Array | None,
+    order: Order = "auto",
+    place: Place = "flat",
+) -> jax.Array:
     """`x`, such that a collective on it starts after `prev` is there.
 
     Args:
       x: The input of the next collective; any shape and dtype.
       prev: The result of the previous one, whole. `None`: nothing to wait for. It may
         vary only over axes over which `x` varies (see `can_follow`).
-      order: ``"auto"`` leaves multi-slice TPU alone, ``"chain"`` orders everywhere,
-        ``"none"`` returns `x`.
+      order: ``"auto"`` leaves transfers between TPU slices alone, ``"chain"`` orders
+        everywhere, ``"none"`` returns `x`.
+      place: Which links the collective uses.
 
     Returns:
       The values of `x`, bit for bit, whatever `prev` holds.
     """
     if prev is None or order == "none" or not x.size or not prev.size:
         return x
-    if order == "auto" and several_slices():
+    if order == "auto" and place == "flat" and several_slices():
         return x
     axis = _any_axis(x)
     if axis is None:
@@ -66,7 +75,9 @@ def fence(x: jax.Array, prev: jax.Array | None, order: Order = "auto") -> jax.Ar
     def by_data(x: jax.Array, prev: jax.Array) -> jax.Array:
         return _by_data(x, prev, axis)
 
-    return lax.platform_dependent(x, prev, cpu=by_data, default=_by_barrier)
+    free = order == "auto" and place == "between"
+    tpu = (lambda x, prev: x) if free else _by_barrier
+    return lax.platform_dependent(x, prev, cpu=by_data, tpu=tpu, default=_by_barrier)
 
 
 def can_follow(x: jax.Array, prev: jax.Array) -> bool:
