@@ -109,8 +109,17 @@ class ScheduleReport:
         """The rows that carry gradients."""
         return tuple(row for row in self.rows if row.is_gradient)
 
-    def summary(self) -> str:
-        """The report as text."""
+    def summary(self, max_rows: int = 40) -> str:
+        """The report as text.
+
+        Args:
+          max_rows: Of more collectives than that, only the first and last are listed.
+        """
+        rows = [_line(row) for row in self.rows]
+        if len(rows) > max_rows:
+            half = max_rows // 2
+            skipped = f"  ... {len(rows) - 2 * half} more ..."
+            rows = [*rows[:half], skipped, *rows[len(rows) - half :]]
         lines = [
             f"{self.name}: {self.num_devices} devices, {self.devices_per_node} per"
             f" node; {len(self.rows)} collectives, {len(self.gradient_rows)} (*) of"
@@ -118,7 +127,7 @@ class ScheduleReport:
             "  collective       level  group        MB type   start     end exposed"
             "  beside it",
         ]
-        lines += [_line(row) for row in self.rows]
+        lines += rows
         lines += [
             f"optimizer: {100 * self.share:.1f} % of"
             f" {self.optimizer_bytes / 1e6:.1f} MB written before the last gradient"
