@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two and four real processes of two devices each, joined by Gloo on this machine."""
 
-import functools
 import json
 import os
 import shlex
@@ -11,9 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import optax_npu
@@ -58,7 +59,6 @@ def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) ->
         assert x.tobytes() == want[name].tobytes(), name
 
 
-@functools.cache
 def one_process(processes: int) -> dict[str, np.ndarray]:
     """The same run on simulated devices of this process."""
     devices = jax.devices()[: DEVICES * processes]
@@ -75,43 +75,26 @@ def mpirun(processes: int) -> list[str]:
     return [found, *root, "--oversubscribe", "-n", str(processes)]
 
 
-@pytest.fixture(scope="module", params=["2 by mpirun", "4 by address"])
-def ran(request, tmp_path_factory) -> tuple[int, Path]:
-    """A job that passed all checks and trained; each process wrote what it saw."""
-    processes = int(request.param[0])
-    folder = tmp_path_factory.mktemp("job")
-    if "mpirun" in request.param:
-        command = [*mpirun(processes), *WORKER, "check", "--out", str(folder)]
-        started = Job([command], folder)
-    else:
-        started = job(folder, processes, "check")
-    with started as running:
-        running.succeed(JOB_SECONDS)
-        assert not running.alive()
-    return processes, folder
-
-
-def test_meshes_sums_means_and_drift_are_right(ran):
-    processes, folder = ran
+def check_results(folder: Path, processes: int) -> None:
+    """Sums, means and drift were checked by every process."""
     want = ["check_mesh", "check_reductions", "check_pmap", "check_drift"]
     for i in range(processes):
         assert json.loads((folder / f"passed{i}.json").read_text()) == want
 
 
-def test_processes_train_to_the_same_bits(ran):
-    processes, folder = ran
+def check_same_bits(folder: Path, processes: int) -> None:
+    """All processes hold the same parameters and loss scale after every step."""
     first = records(folder, 0)
     assert len(first) == training.STEPS * 7
     for i in range(1, processes):
         assert_same_bits(records(folder, i), first)
 
 
-def test_overflow_on_one_device_skips_the_step_everywhere(ran):
-    _, folder = ran
+def check_skip(folder: Path) -> None:
+    """One device of one process overflowed, and nobody moved in that step."""
     rows, bad = records(folder, 0), training.BAD_STEP
-    assert [int(rows[f"{i}/skipped"]) for i in range(training.STEPS)] == [
-        int(i >= bad) for i in range(training.STEPS)
-    ]
+    skipped = [int(rows[f"{i}/skipped"]) for i in range(training.STEPS)]
+    assert skipped == [0, 0, 0, 1, 1, 1, 1, 1]
     # Growth after three good steps, half on the bad one, growth again three later.
     scales = [float(rows[f"{i}/scale"]) for i in range(training.STEPS)]
     assert scales == [1024, 1024, 2048, 1024, 1024, 1024, 2048, 2048]
@@ -121,9 +104,19 @@ def test_overflow_on_one_device_skips_the_step_everywhere(ran):
         assert (rows[f"{bad + 1}/{name}"] != after).any()
 
 
-def test_many_processes_train_like_one(ran):
-    processes, folder = ran
-    got, want = records(folder, 0), one_process(processes)
+@pytest.mark.parametrize("processes", [2, 4], ids=["2-by-mpirun", "4-by-address"])
+def test_many_processes_reduce_right_and_train_like_one(processes, tmp_path):
+    started = job(tmp_path, processes, "check")
+    if processes == 2:
+        command = [*mpirun(2), *WORKER, "check", "--out", str(tmp_path)]
+        started = Job([command], tmp_path)
+    with started as running:
+        running.succeed(JOB_SECONDS)
+        assert not running.alive()
+    check_results(tmp_path, processes)
+    check_same_bits(tmp_path, processes)
+    check_skip(tmp_path)
+    got, want = records(tmp_path, 0), one_process(processes)
     assert got.keys() == want.keys()
     assert_close(got, want)
 
@@ -155,8 +148,8 @@ def run_until_killed(folder: Path, victim: int) -> None:
         reason in other.output
         for reason in ("another task died", "Connection reset", "Connection closed")
     ), killed.tails()
-    with np.load(folder / "checkpoint.npz") as data:
-        assert int(data["step"]) == DIE_AT
+    step, _ = training.load(folder / "checkpoint.npz", training.initial_carry())
+    assert step == DIE_AT
 
 
 def test_a_job_whose_coordinator_is_killed_ends(tmp_path):
@@ -171,6 +164,48 @@ def test_a_job_with_a_killed_process_ends_and_its_checkpoint_resumes(tmp_path):
     assert {int(name.split("/")[0]) for name in rows} == {5, 6, 7}
     assert_same_bits(records(tmp_path, 1), rows)
     assert_close(rows, one_process(2))
+
+
+BERT = ["examples/bert_pretrain.py", "--distributed", "--tailing", "--save-every=10"]
+BERT += ["--corpus=LICENSE", "--vocab-size=300", "--batch-size=16", "--length=16"]
+BERT += ["--layers=1", "--hidden=32", "--steps=10", "--warmup=4"]
+BERT += ["--init-loss-scale=2**17"]
+
+
+def bert(launcher: list[str], out: Path) -> tuple[np.ndarray, Any]:
+    """The lines of metrics.csv, and the last checkpoint."""
+    command = [*launcher, sys.executable, *BERT, "--out", str(out)]
+    with Job([command], out.with_suffix(".logs")) as launched:
+        launched.succeed(JOB_SECONDS)
+        assert not launched.alive()
+    rows = np.loadtxt(out / "metrics.csv", np.float32, delimiter=",", skiprows=1)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    saved = (out / "checkpoints" / "10" / "state").absolute()
+    with ocp.StandardCheckpointer() as checkpoints:
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            checkpoints.metadata(saved).item_metadata,
+        )
+        return rows, jax.tree.map(np.asarray, checkpoints.restore(saved, shapes))
+
+
+def test_the_bert_job_runs_unchanged_under_mpirun(tmp_path):
+    got, state = bert(mpirun(2), tmp_path / "two")
+    want, expected = bert([], tmp_path / "one")
+    # Step, loss scale, applied, skipped: two overflows, then training.
+    np.testing.assert_array_equal(got[:, [0, 2, 3, 4]], want[:, [0, 2, 3, 4]])
+    assert got[:, 3].tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
+    np.testing.assert_allclose(got[:, 1], want[:, 1], rtol=4 * 2**-23)
+    flat = {
+        jax.tree_util.keystr(path): (x, y)
+        for (path, x), y in zip(
+            jax.tree_util.tree_leaves_with_path(state),
+            jax.tree.leaves(expected),
+            strict=True,
+        )
+    }
+    got, want = ({k: pair[i] for k, pair in flat.items()} for i in (0, 1))
+    assert_close(got, want)
 
 
 SLEEPS = (sys.executable, "-c", "import time; print('begun'); time.sleep(600)")

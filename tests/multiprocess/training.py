@@ -46,6 +46,12 @@ def initial_params() -> dict[str, np.ndarray]:
     }
 
 
+def initial_carry() -> Any:
+    """Parameters and optimizer state, as a checkpoint holds them."""
+    params = initial_params()
+    return params, optimizer().init(params)
+
+
 def batch_of(step: int, replica: int, replicas: int) -> np.ndarray:
     """One replica's inputs; the second to last replica's overflow at `BAD_STEP`."""
     x = np.random.default_rng((step, replica)).standard_normal((ROWS, WIDTH))
@@ -59,7 +65,9 @@ def loss_fn(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(error**2)
 
 
-def make_step(mesh: Mesh, tx: Any) -> Any:
+def make_step(mesh: Mesh) -> Any:
+    tx = optimizer()
+
     def local(params: Any, state: Any, x: jax.Array) -> Any:
         grad = optax_npu.scaled_value_and_grad(loss_fn, state, axis_name=AXES)
         loss, grads = grad(params, x[0])
@@ -124,12 +132,11 @@ def train(
 
     At step `die_at` process `victim` is killed.
     """
-    tx = optimizer()
-    start, carry = 0, (initial_params(), tx.init(initial_params()))
+    start, carry = 0, initial_carry()
     if checkpoint is not None and checkpoint.exists():
         start, carry = load(checkpoint, carry)
     params, state = everywhere(mesh, carry)
-    step_fn, records = make_step(mesh, tx), Records()
+    step_fn, records = make_step(mesh), Records()
     for step in range(start, STEPS):
         if step == die_at and jax.process_index() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -144,18 +151,18 @@ def train(
 def save(path: Path, step: int, carry: Any) -> None:
     """Whole or not at all."""
     part = path.with_suffix(".part.npz")
-    np.savez(part, *jax.tree.leaves(carry), step=step)
+    np.savez(part, np.asarray(step), *jax.tree.leaves(carry))
     part.replace(path)
 
 
 def load(path: Path, like: Any) -> tuple[int, Any]:
     with np.load(path) as data:
-        leaves = [data[f"arr_{i}"] for i in range(len(data.files) - 1)]
-        return int(data["step"]), jax.tree.unflatten(jax.tree.structure(like), leaves)
+        step, *leaves = (data[f"arr_{i}"] for i in range(len(data.files)))
+    return int(step), jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def run(out: Path, die_at: int | None = None, victim: int | None = None) -> None:
     """Trains with this process's share of the devices and writes its records."""
     mesh = optax_npu.two_level_mesh()
-    rows = train(mesh, out / "checkpoint.npz", die_at, victim)
+    rows: dict[str, Any] = train(mesh, out / "checkpoint.npz", die_at, victim)
     np.savez(out / f"records{jax.process_index()}.npz", **rows)
