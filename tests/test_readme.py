@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README and the documents: every block runs, every name and link exists."""
 
+import ast
 import contextlib
+import inspect
 import io
 import re
 import textwrap
@@ -64,6 +66,33 @@ def test_names_and_links_exist(name):
     for target in re.findall(r"\]\(([^)#\s]+)\)", text):
         if "://" not in target:
             assert (ROOT / name).parent.joinpath(target).exists(), target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_in_running_text_and_tables_are_possible(name):
+    """`f(..., argument=1)` in a code span: f takes such an argument."""
+    text = BLOCK.sub("", (ROOT / name).read_text())
+    checked = 0
+    for span in re.findall(r"`([^`\n]+)`", text):
+        try:
+            tree = ast.parse(span.strip())
+        except SyntaxError:
+            continue
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            function = ast.unparse(call.func).removeprefix("optax_npu.")
+            if not hasattr(optax_npu, function):
+                continue
+            given = {k.arg: k.value for k in call.keywords if k.arg}
+            parameters = inspect.signature(getattr(optax_npu, function)).parameters
+            if function == "loss_scale_preset":
+                code = ast.unparse(call)
+                if "..." not in code and "NAME" not in code:
+                    assert eval(code, dict(vars(optax_npu))), span
+            else:
+                assert set(given) <= set(parameters), span
+            checked += 1
+    if name == "docs/coming-from.md":
+        assert checked > 60
 
 
 def test_make_and_modules_of_the_readme_exist():
