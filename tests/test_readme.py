@@ -7,6 +7,7 @@ import inspect
 import io
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,14 @@ def test_make_and_modules_of_the_readme_exist():
         assert ROOT.joinpath(*module.split(".")).with_suffix(".py").exists(), module
     for script in re.findall(r"\bexamples/\w+\.py", text):
         assert (ROOT / script).exists(), script
+
+
+def test_the_table_of_versions_is_that_of_the_project():
+    readme = (ROOT / "README.md").read_text()
+    oldest = dict(re.findall(r"^\| (Python|JAX|Optax) \| ([\d.]+) \|", readme, re.M))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    jax, optax = project["dependencies"]
+    assert project["requires-python"] == f">={oldest['Python']}"
+    assert (jax, optax) == (f"jax>={oldest['JAX']}", f"optax>={oldest['Optax']}")
+    floor = f"jax=={oldest['JAX']} jaxlib=={oldest['JAX']} optax=={oldest['Optax']}"
+    assert f"suite {oldest['Python']} {floor}" in (ROOT / ".ci" / "run").read_text()
