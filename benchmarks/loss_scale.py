@@ -88,7 +88,7 @@ def flax_dynamic_scale(inner: Any) -> tuple[Any, Step]:
         dynamic_scale, finite, _, unscaled = dynamic_scale.value_and_grad(loss)(params)
         updates, new_state = inner.update(unscaled, inner_state, params)
         new_params = optax.apply_updates(params, updates)
-        select = lambda new, old: jax.tree.map(  # noqa: E731
+        select = lambda new, old: jax.tree.map(
             lambda a, b: jnp.where(finite, a, b), new, old
         )
         return (

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step whose schedule is compared: 8 equal dense layers, float32, data parallel.
+"""The steps whose schedules are compared: data parallel, float32 gradients.
 
-Each builder returns `(step, init)`. `step(params, state, x, y)` runs in a mapped
-function over the axes ("node", "device") or one axis "data"; the loss is the mean
-over the local batch.
+`dense()` is 8 equal dense layers; `bert()` is the main job's model. A builder returns
+`(step, init)`; `step(params, state, batch)` runs in a mapped function over the axes
+("node", "device") or one axis "data", and the loss is the mean over the local batch.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +19,68 @@ from jax.sharding import PartitionSpec as P
 
 import optax_npu
 from examples.aot import compile_for, shapes
+from examples.bert.data import Batch
+from examples.bert.model import Bert, BertConfig
+from examples.bert.model import loss_fn as bert_loss
 
-LAYERS, WIDTH, BATCH = 8, 2048, 256
 OPTIMIZERS = {
     "adam": optax.adam(1e-3),
     "lamb": optax.lamb(1e-3, weight_decay=0.01),
 }
-Builder = Callable[[Any, tuple[str, ...]], tuple[Any, Any]]
+Loss = Callable[[Any, Any], jax.Array]
+Builder = Callable[[Loss, Any, tuple[str, ...]], tuple[Any, Any]]
 
 
-def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    for k in range(LAYERS):
-        x = jnp.tanh(x @ params[f"layer_{k}"])
-    return jnp.mean((x - y) ** 2)
+class Model(NamedTuple):
+    """A loss of parameters and a local batch, and the shapes of both."""
+
+    loss: Loss
+    params: Any
+    batch: Callable[[int], Any]
 
 
-def no_loss_scale(opt: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
+def dense(layers: int = 8, width: int = 2048, rows: int = 256) -> Model:
+    """Equal layers of `width` x `width`, tanh; `rows` examples on each device."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x, y = batch
+        for k in range(layers):
+            x = jnp.tanh(x @ params[f"layer_{k}"])
+        return jnp.mean((x - y) ** 2)
+
+    weight = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    return Model(
+        loss,
+        {f"layer_{k}": weight for k in range(layers)},
+        lambda devices: (_f32(devices * rows, width), _f32(devices * rows, width)),
+    )
+
+
+def bert(
+    layers: int = 4, hidden: int = 512, rows: int = 16, length: int = 128
+) -> Model:
+    """The main job's BERT with float16 products: tree order is not backward order."""
+    model = Bert(BertConfig(8192, length, layers, hidden, heads=hidden // 64))
+    one = jnp.zeros((1, length), jnp.int32)
+    init = lambda key: model.init(key, one, one[:, :1])["params"]
+
+    def batch(devices: int) -> Batch:
+        shape = lambda n: jax.ShapeDtypeStruct((devices * rows, n), jnp.int32)
+        return Batch(*(shape(n) for n in (length, 20, 20)))
+
+    params = jax.eval_shape(init, jax.random.key(0))
+    return Model(functools.partial(bert_loss, model), params, batch)
+
+
+def _f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def no_loss_scale(loss_fn: Loss, opt: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
     """What to reach: no loss scaling at all, one psum per gradient."""
 
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         grads = lax.pmean(grads, axes)
         updates, state = opt.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss[None]
@@ -45,15 +88,16 @@ def no_loss_scale(opt: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
     return step, opt.init
 
 
-def usual_recipe(opt: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
+def usual_recipe(loss_fn: Loss, opt: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
     """Reduce everything, test it, select: as in the public examples."""
 
     def init(params: Any) -> Any:
         return opt.init(params), jnp.float32(2.0**15), jnp.int32(0)
 
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+    def step(params: Any, state: Any, batch: Any) -> Any:
         inner, scale, good = state
-        loss, grads = jax.value_and_grad(lambda *a: loss_fn(*a) * scale)(params, x, y)
+        scaled = lambda params, batch: loss_fn(params, batch) * scale
+        loss, grads = jax.value_and_grad(scaled)(params, batch)
         grads = jax.tree.map(lambda g: g / scale, lax.pmean(grads, axes))
         finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
         ok = jnp.all(jnp.stack(finite))
@@ -69,7 +113,7 @@ def usual_recipe(opt: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
     return step, init
 
 
-def ours(opt: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
+def ours(loss_fn: Loss, opt: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
     """`npu_optimizer` with everything on; two levels if there are two axes."""
     tx = optax_npu.npu_optimizer(
         opt,
@@ -80,36 +124,30 @@ def ours(opt: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
         axis_name=axes if len(axes) > 1 else axes[0],
     )
 
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+    def step(params: Any, state: Any, batch: Any) -> Any:
         grad = optax_npu.scaled_value_and_grad(loss_fn, state, axis_name=axes)
-        loss, grads = grad(params, x, y)
+        loss, grads = grad(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss[None]
 
     return step, tx.init
 
 
-def compile_step(builder: Builder, opt: Any, mesh: Mesh) -> Any:
+def compile_step(model: Model, builder: Builder, opt: Any, mesh: Mesh) -> Any:
     """Compiles a step for the devices of a mesh, which need not be there."""
     axes = tuple(mesh.axis_names)
-    step, init = builder(opt, axes)
-    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-    params = {f"layer_{k}": weight for k in range(LAYERS)}
-    state = jax.eval_shape(init, params)
-    x = jax.ShapeDtypeStruct((mesh.size * BATCH, WIDTH), jnp.float32)
+    step, init = builder(model.loss, opt, axes)
     mapped = jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(P(), P(), P(axes), P(axes)),
+        in_specs=(P(), P(), P(axes)),
         out_specs=(P(), P(), P(axes)),
         check_vma=False,
     )
-    batch = shapes(x, mesh, P(axes))
     return compile_for(
         jax.jit(mapped, donate_argnums=(0, 1)),
         mesh,
-        shapes(params, mesh, P()),
-        shapes(state, mesh, P()),
-        batch,
-        batch,
+        shapes(model.params, mesh, P()),
+        shapes(jax.eval_shape(init, model.params), mesh, P()),
+        shapes(model.batch(mesh.size), mesh, P(axes)),
     )

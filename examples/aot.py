@@ -5,7 +5,7 @@
     compiled = jax.jit(step).lower(...).compile()
     print(optax_npu.schedule_report(compiled))
 
-The compilers ship as wheels (`pip install 'optax-npu[aot]'`, Linux on x86-64); no driver
+The compilers ship as wheels for Linux on x86-64 (scripts/install.sh); no driver
 and no device is needed. What comes out cannot run here, but it is the scheduled program
 that would.
 """

@@ -103,7 +103,7 @@ class BucketPlan:
             names = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]}"
             lines.append(
                 f"  {i}: {bucket.nbytes} bytes ({100 * bucket.nbytes / total:.1f} %)"
-                f" {bucket.dtype}, {len(paths)} {'leaf' if len(paths) == 1 else 'leaves'}:"
-                f" {names}"
+                f" {bucket.dtype},"
+                f" {len(paths)} {'leaf' if len(paths) == 1 else 'leaves'}: {names}"
             )
         return "\n".join(lines)

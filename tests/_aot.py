@@ -25,7 +25,7 @@ def aot_mesh(target: str, axis_names: tuple[str, ...] = ("node", "device")) -> M
     if importlib.util.find_spec(wheel) is None:
         pytest.skip(
             f"no compiler for {target}: the wheel {wheel} is not installed"
-            " (pip install 'optax-npu[aot]'; Linux on x86-64 only)"
+            " (scripts/install.sh does, on Linux on x86-64)"
         )
     mesh = mesh_of(_devices(target))
     if len(axis_names) == 1:

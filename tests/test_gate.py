@@ -321,7 +321,7 @@ def test_B35_accumulation_outside_is_refused_with_the_fix(read):
 
 def test_apply_if_finite_outside_is_refused_with_the_fix():
     tx = optax.apply_if_finite(wrap(optax.sgd(1.0)), 3)
-    with pytest.raises(ValueError, match="apply_if_finite.*Leave"):
+    with pytest.raises(ValueError, match=r"apply_if_finite.*Leave"):
         optax_npu.scale_loss(jnp.float32(1.0), tx.init(vec(0.0)))
 
 
