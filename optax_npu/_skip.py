@@ -186,8 +186,8 @@ def keep_if_applied(opt_state: PyTree, new_tree: PyTree, old_tree: PyTree) -> Py
       >>> tx = optax_npu.chain(optax_npu.npu_loss_scale(2.0), optax.sgd(1.0))
       >>> params = jnp.zeros(1)
       >>> _, state = tx.update(jnp.array([jnp.nan]), tx.init(params), params)
-      >>> print(optax_npu.keep_if_applied(
-      ...     state, {"mean": jnp.array(jnp.nan)}, {"mean": jnp.array(0.5)}))
-      {'mean': Array(0.5, dtype=float32...)}
+      >>> new, old = {"mean": jnp.array(jnp.nan)}, {"mean": jnp.array(0.5)}
+      >>> print(optax_npu.keep_if_applied(state, new, old)["mean"])
+      0.5
     """
     return keep_where(find_loss_scale_state(opt_state).found_inf, old_tree, new_tree)
