@@ -191,7 +191,9 @@ def hierarchical_all_reduce(
     Three stages: a reduce-scatter in the node, an all-reduce of each device's share
     between nodes, an all-gather in the node. Numbers are the same in all modes: under
     ``pmap``, and under ``shard_map`` with ``check_vma`` on or off. Under plain ``jit``
-    with sharded arrays the compiler reduces by itself: leave this out.
+    with sharded arrays the compiler reduces by itself: leave this out. (Under
+    ``jax.distributed`` on CPU the reduce-scatter is an exchange and a local sum: Gloo's
+    own has returned wrong values for large shares, jax#40830.)
 
     **On overflow** see ``hierarchical_pmean``; nothing is skipped here.
 

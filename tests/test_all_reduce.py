@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from jax.sharding import PartitionSpec as P
 
 import optax_npu
@@ -144,6 +147,47 @@ def test_D10_mean_of_the_largest_numbers_is_finite(count):
     for mode in ("pmap", "checked"):
         out = assert_same_bits(run(mode, shape, step, top, indices(shape)))
         jax.tree.map(np.testing.assert_array_equal, out, jax.tree.map(np.asarray, top))
+
+
+EXTREMES = st.sampled_from([0.0, 1.0, F32_MAX, -F32_MAX, F32_MAX / 3, -1e38, 1e-38])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=hnp.arrays(
+        np.float32,
+        st.tuples(st.sampled_from([2, 3, 5, 7]), st.just(8)),
+        elements=EXTREMES | st.floats(-F32_MAX, F32_MAX, width=32),
+    )
+)
+def test_D10_local_finite_implies_mean_finite(values):
+    mean = jax.vmap(lambda x: optax_npu.hierarchical_pmean(x, "data"), axis_name="data")
+    out = np.asarray(mean(values))
+    assert np.all(np.isfinite(out))
+    top = np.abs(values).max(axis=0).astype(np.float64)
+    assert np.all(np.abs(out) <= top * (1 + len(values) * 2.0**-23))
+
+
+@pytest.mark.parametrize("wire", [None, jnp.bfloat16])
+def test_the_way_around_gloo_gives_the_same_numbers(monkeypatch, wire):
+    """Under jax.distributed on CPU no reduce-scatter is left in the program."""
+    batch = np.arange(8 * 1003, dtype=np.float32).reshape(8, 1003) % 64
+
+    def reduced():
+        step = lambda _, x, how: optax_npu.hierarchical_pmean(
+            x, **how.reduce_over, inter_node_dtype=wire
+        )
+        fun = mapped("checked", (2, 4), step)
+        text = fun.lower(0.0, batch).compile().as_text()
+        return np.asarray(fun(0.0, batch)), "reduce-scatter(" in text
+
+    native, scattered = reduced()
+    assert scattered
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    around, scattered = reduced()
+    assert not scattered
+    np.testing.assert_array_equal(around, native)
+    np.testing.assert_array_equal(native, batch.mean(axis=0))
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (1, 7), (7, 1)], ids=str)
