@@ -2,9 +2,16 @@
 """Which devices a run uses: one, eight simulated ones, or many processes' own."""
 
 import os
+from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 import optax_npu
 
@@ -29,8 +36,9 @@ def start(distributed: bool) -> Mesh | None:
             raise UserError(f"started as {processes} processes: add --distributed")
         return None
     per_process = max(1, SIMULATED // processes)
-    if getattr(jax.config, "jax_num_cpu_devices") != per_process:
-        jax.config.update("jax_num_cpu_devices", per_process)
+    simulate: Any = jax.config
+    if simulate.jax_num_cpu_devices != per_process:
+        simulate.update("jax_num_cpu_devices", per_process)
     if processes > 1:
         try:
             jax.distributed.initialize()
@@ -60,6 +68,8 @@ def split_over(mesh: Mesh | None) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(AXES))
 
 
-def same_on(mesh: Mesh | None) -> NamedSharding | None:
+def same_on(mesh: Mesh | None) -> Sharding:
     """Parameters and optimizer state: the same everywhere."""
-    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    if mesh is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    return NamedSharding(mesh, PartitionSpec())

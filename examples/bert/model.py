@@ -42,8 +42,8 @@ class Block(nn.Module):
         x = x + nn.MultiHeadDotProductAttention(
             num_heads=config.heads,
             dtype=dtype,
-            force_fp32_for_softmax=True,
             kernel_init=_normal,
+            attention_fn=_attention,
             name="attention",
         )(y)
         y = nn.LayerNorm(dtype=dtype, name="mlp_LayerNorm")(x)
@@ -93,6 +93,13 @@ class Bert(nn.Module):
 
 
 _normal = nn.initializers.normal(0.02)
+
+
+def _attention(query: Any, key: Any, value: Any, **_: Any) -> jax.Array:
+    """[batch, length, heads, size], three times, to the same; softmax in float32."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query / query.shape[-1] ** 0.5, key)
+    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
 
 def _waves(key: jax.Array, shape: tuple[int, int]) -> jax.Array:

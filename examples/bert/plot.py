@@ -41,8 +41,8 @@ def draw(
     )
     skipped, steps = sum(not row.applied for row in rows), rows[-1].step
     title = (
-        f"Small BERT, compute in {options.dtype}, LAMB, loss scale {options.loss_scale}:"
-        f" {skipped} of {steps} steps skipped"
+        f"Small BERT, compute in {options.dtype}, LAMB, loss scale"
+        f" {options.loss_scale}: {skipped} of {steps} steps skipped"
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     _draw_loss(top, rows, entropy, held_out)

@@ -55,9 +55,8 @@ def summary(
     recent = [row.loss for row in rows[-_LAST:]]
     return (
         f"step {last.step}, {seconds:.0f} s in this call\n"
-        f"final loss: {np.mean(recent):.3f} nats per token (mean of {len(recent)}"
-        " steps);"
-        f" unigram entropy {entropy:.3f}\n"
+        f"final loss: {np.mean(recent):.3f} nats per token (mean of the last"
+        f" {len(recent)}); unigram entropy {entropy:.3f}\n"
         f"held-out loss: {held_out.loss:.3f} nats per token; unigram entropy of the"
         f" same {held_out.tokens:,} tokens {held_out.entropy:.3f}\n"
         f"skipped steps: {last.skipped_steps} of {last.step}; loss scale"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and the scheduler's SIGTERM: finish the step, save, leave."""
 
+import os
 import signal
-import sys
 from types import FrameType
 from typing import Any, Self
 
@@ -31,7 +31,7 @@ class Stop:
         del number, frame
         self._wished = True
         self.__exit__()
-        print("\nstopping after this step", file=sys.stderr, flush=True)
+        os.write(2, b"\nstopping after this step\n")  # print() is not reentrant
 
     def agreed(self) -> bool:
         """Whether any process was told to stop; the same answer in all of them."""
