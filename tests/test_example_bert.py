@@ -21,13 +21,10 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import optax_npu
+from examples.bert import cli, data, metrics, model, plot, train
+from examples.bert.options import Options
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-
-from bert import cli, data, metrics, model, plot, train  # noqa: E402
-from bert.options import Options  # noqa: E402
-
 TEXT = Path(argparse.__file__)  # real text, about 100 kB, on every machine
 SMALL = (
     "--layers=1 --hidden=16 --heads=2 --length=16 --batch-size=8 --vocab-size=300"
