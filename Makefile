@@ -6,31 +6,37 @@ VENV ?= .venv
 PINS ?=
 ARGS ?=
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+INSTALL := PYTHON="$(PYTHON)" VENV="$(VENV)" PINS="$(PINS)" sh scripts/install.sh
 
-.PHONY: demo test lint bench bench-reduce docs clean
+.PHONY: demo test lint bench clean
 
 ## train a small BERT on real text; ARGS="--resume" goes on where it stopped
-demo: $(STAMP)
+demo: $(VENV)/.installed
 	$(BIN)/python examples/bert_pretrain.py --out runs/bert $(ARGS)
 
 ## the whole test suite; ARGS="-k gate" picks
-test: $(STAMP)
+test: $(VENV)/.compilers
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-lint: $(STAMP)
+lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-## whole steps against the same optimizer without scaling and against its peers
-bench: $(STAMP)
+## whole steps, reductions and schedules against what a user would pick instead
+bench: $(VENV)/.compilers
 	$(BIN)/python -m benchmarks.loss_scale
+	$(BIN)/python -m benchmarks.all_reduce
+	$(BIN)/python -m benchmarks.schedule
 
-$(STAMP): pyproject.toml scripts/install.sh
-	PYTHON="$(PYTHON)" VENV="$(VENV)" PINS="$(PINS)" sh scripts/install.sh
+$(VENV)/.installed: pyproject.toml scripts/install.sh
+	$(INSTALL) packages
+	touch $@
+
+$(VENV)/.compilers: $(VENV)/.installed
+	$(INSTALL) compilers
 	touch $@
 
 clean:
-	rm -rf .venv* build dist docs/_build
+	rm -rf .venv* build dist

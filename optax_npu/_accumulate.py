@@ -19,6 +19,7 @@ from optax_npu._accumulator import (
     new_accumulator,
 )
 from optax_npu._axes import axis_spec
+from optax_npu._checks import check_state
 from optax_npu._compat import (
     AxisNames,
     as_axis_tuple,
@@ -138,6 +139,7 @@ def accumulate_gradients(
         found_inf: jax.Array | bool | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, AccumulationState]:
+        check_state("accumulate_gradients", state, AccumulationState)
         check_mapped(updates, options)
         local = _add(updates, state, found_inf, options)
         last = state.micro_step + 1 >= options.every_k

@@ -17,6 +17,17 @@ F32_TINY = float(np.finfo(np.float32).tiny)
 _INT32_MAX = 2**31 - 1
 
 
+def check_state(name: str, state: Any, kind: type) -> None:
+    """Refuses the state of another optimizer, or one restored without its types."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"state is a {type(state).__name__}, but {name} needs the {kind.__name__}"
+            " that its own init returned. A checkpoint that comes back as lists and"
+            " dicts is restored with init(params) as its target; the state of another"
+            " optimizer does not fit."
+        )
+
+
 def is_traced(x: Any) -> bool:
     """Whether a value is known only when the compiled program runs."""
     return isinstance(x, Tracer)

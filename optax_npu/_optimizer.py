@@ -8,6 +8,7 @@ import jax
 import optax
 
 from optax_npu._all_reduce import hierarchical_all_reduce
+from optax_npu._checks import check_state
 from optax_npu._compat import AxisNames, as_axis_tuple
 from optax_npu._distributed import (
     Buckets,
@@ -172,11 +173,16 @@ def npu_optimizer(
     update = GatedUpdate(
         head=head,
         tail=tail,
-        split=lambda state: (state.scaling, state.inner),
+        split=_split,
         join=NPUOptimizerState,
         skips=rule.skips,
     )
     return optax.GradientTransformationExtraArgs(init_fn, update)
+
+
+def _split(state: NPUOptimizerState) -> tuple[PyTree, PyTree]:
+    check_state("npu_optimizer", state, NPUOptimizerState)
+    return state.scaling, state.inner
 
 
 def _reduce_and_unscale(

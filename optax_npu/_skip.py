@@ -5,6 +5,7 @@ from typing import Any
 
 import optax
 
+from optax_npu._checks import check_state
 from optax_npu._gate import GatedUpdate, keep_where
 from optax_npu._scale_rule import LossScaleState
 from optax_npu._state import find_loss_scale_state, nodes
@@ -94,12 +95,22 @@ def chain(*transforms: Any) -> optax.GradientTransformationExtraArgs:
             new.append(state)
         return grads, tuple(new)
 
+    def split(states: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        check_state("chain", states, tuple)
+        if len(states) != len(members) or hasattr(states, "_fields"):
+            raise ValueError(
+                f"state is a {type(states).__name__} of {len(states)}, but chain needs"
+                f" the tuple of {len(members)} that its own init returned, one state"
+                " for each member. The state of another optimizer does not fit."
+            )
+        return _split_behind_the_loss_scale(states)
+
     update = GatedUpdate(
         head=lambda g, s, p, extra: run(members[: len(s)], g, s, p, extra),
         tail=lambda g, s, p, extra: run(
             members[-len(s) :] if s else [], g, s, p, extra
         ),
-        split=_split_behind_the_loss_scale,
+        split=split,
         join=lambda head, tail: head + tail,
     )
     return optax.GradientTransformationExtraArgs(optax.chain(*members).init, update)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_npu._checks import check_state
 from optax_npu._compat import AxisNames, as_axis_tuple, match_varying
 from optax_npu._loss_scale import as_loss_scale
 from optax_npu._overflow import agree, local_overflow
@@ -120,6 +121,7 @@ def npu_loss_scale(
         if isinstance(state, AssumedFinite):
             scale = repair_scale(state.scaling)
             return unscale(updates, scale, params, state.inverse), state.scaling
+        check_state("npu_loss_scale", state, LossScaleState)
         scale = repair_scale(state)
         unscaled = unscale(updates, scale, params)
         if not rule.skips:
