@@ -44,9 +44,7 @@ def inexact_leaves(tree: PyTree) -> list[jax.Array]:
 
 def map_inexact(fun: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """`jax.tree.map` over floating and complex leaves; the others stay as they are."""
-    return jax.tree.map(
-        lambda x, *xs: fun(x, *xs) if is_inexact(x) else x, tree, *rest
-    )
+    return jax.tree.map(lambda x, *xs: fun(x, *xs) if is_inexact(x) else x, tree, *rest)
 
 
 def real_dtype(dtype: Any) -> np.dtype:
