@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules of the reference step, for H100s and TPU slices that need not be there.
 
-    python -m benchmarks.schedule [--target h100 v5e] [--markdown FILE] [--plots DIR]
+    python -m benchmarks.schedule [--target h100 v5e] [--model dense bert]
+                                  [--markdown FILE] [--plots DIR]
 
-The same step (8 dense layers, see `reference_step.py`) without loss scaling, with the
-usual recipe, and with `npu_optimizer`, flat and in two levels: what the compiler keeps
-in flight beside the optimizer, what the verdict costs, and the estimated step time,
-relative to the recipe, in one cost model (`optax_npu.Links`, `optax_npu.Chip`). Shares
-and bytes are read from the compiled program and are exact; times are estimates.
+The same step (8 dense layers, or the main job's BERT, see `reference_step.py`) without
+loss scaling, with the usual recipe, and with `npu_optimizer`, flat and in two levels:
+what the compiler keeps in flight beside the optimizer, what the verdict costs, and the
+estimated step time, relative to the recipe, in one cost model (`optax_npu.Links`,
+`optax_npu.Chip`). Shares and bytes are read from the compiled program and are exact;
+times are estimates.
 """
 
 import argparse
 import importlib.metadata
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +26,9 @@ import optax_npu
 from benchmarks.reference_step import (
     OPTIMIZERS,
     Builder,
+    bert,
     compile_step,
+    dense,
     no_loss_scale,
     ours,
     usual_recipe,
@@ -34,6 +39,7 @@ TARGETS = {
     "h100": (h100, ("h100_ib", "h100_shared_nic")),
     "v5e": (v5e, ("v5e_dcn",)),
 }
+MODELS = {"dense": dense, "bert": bert}
 PROGRAMS: dict[str, tuple[Builder, bool]] = {
     "usual recipe": (usual_recipe, False),
     "no loss scale": (no_loss_scale, False),
@@ -46,32 +52,34 @@ class Row(NamedTuple):
     """One program on one target, with one report per set of links."""
 
     target: str
+    model: str
     optimizer: str
     program: str
     reports: tuple[optax_npu.ScheduleReport, ...]
 
 
-def measure(target: str, optimizer: str) -> Iterator[Row]:
+def measure(target: str, model: str, optimizer: str) -> Iterator[Row]:
     """Compiles and reads all programs; the usual recipe first."""
     devices, networks = TARGETS[target]
     mesh = mesh_of(devices())
     line = Mesh(mesh.devices.reshape(-1), ("data",))
     for program, (builder, flat) in PROGRAMS.items():
-        compiled = compile_step(builder, OPTIMIZERS[optimizer], line if flat else mesh)
+        where = line if flat else mesh
+        compiled = compile_step(MODELS[model](), builder, OPTIMIZERS[optimizer], where)
         reports = [
             optax_npu.schedule_report(compiled, devices_per_node=node, links=links)
             for node in [8 if target == "h100" else None]
             for links in networks
         ]
-        yield Row(target, optimizer, program, tuple(reports))
+        yield Row(target, model, optimizer, program, tuple(reports))
 
 
 def table(rows: list[Row]) -> str:
     """The rows as Markdown; ratios are to the usual recipe and to no loss scale."""
     lines = [
-        "| target | optimizer | step | hidden share | reductions in backward"
+        "| target | model | optimizer | step | hidden share | reductions in backward"
         " | elementwise traffic | out of a node | estimated time |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for row in rows:
         base = _find(rows, row, "usual recipe")
@@ -84,7 +92,8 @@ def table(rows: list[Row]) -> str:
         )
         traffic = first.elementwise_traffic / plain.reports[0].elementwise_traffic
         lines.append(
-            f"| {row.target} | {row.optimizer} | {row.program} | {first.share:.1%}"
+            f"| {row.target} | {row.model} | {row.optimizer} | {row.program}"
+            f" | {first.share:.1%}"
             f" | {first.entering_in_backward} of {first.entering} | {traffic:.2f}"
             f" | {first.bytes_between_nodes / 1e6:.0f} MB | {times} |"
         )
@@ -92,8 +101,8 @@ def table(rows: list[Row]) -> str:
 
 
 def _find(rows: list[Row], like: Row, program: str) -> Row:
-    same = (like.target, like.optimizer, program)
-    return next(row for row in rows if row[:3] == same)
+    same = (*like[:3], program)
+    return next(row for row in rows if row[:4] == same)
 
 
 def _versions() -> str:
@@ -111,21 +120,21 @@ def _installed(names: tuple[str, ...]) -> Iterator[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--target", nargs="+", default=list(TARGETS), choices=TARGETS)
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--markdown", type=Path, help="file to write the table to")
     parser.add_argument("--plots", type=Path, help="folder for one timeline per row")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     rows: list[Row] = []
-    for target in args.target:
-        for optimizer in OPTIMIZERS:
-            for row in measure(target, optimizer):
-                rows.append(row)
-                print(f"== {target} {optimizer} {row.program}")
-                print(row.reports[0].summary(), flush=True)
-                if args.plots:
-                    name = "_".join(row[:3]).replace(", ", "_").replace(" ", "_")
-                    args.plots.mkdir(parents=True, exist_ok=True)
-                    row.reports[0].plot(args.plots / f"{name}.svg")
+    for case in itertools.product(args.target, args.model, OPTIMIZERS):
+        for row in measure(*case):
+            rows.append(row)
+            print("==", *row[:4])
+            print(row.reports[0].summary(), flush=True)
+            if args.plots:
+                name = "_".join(row[:4]).replace(", ", "_").replace(" ", "_")
+                args.plots.mkdir(parents=True, exist_ok=True)
+                row.reports[0].plot(args.plots / f"{name}.svg")
     text = f"{_versions()}\n\n{table(rows)}\n"
     print(text)
     if args.markdown:

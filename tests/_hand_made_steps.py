@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from benchmarks.reference_step import Builder, loss_fn
+from benchmarks.reference_step import Builder, Loss
 
 
 def hand_made(verdict: str) -> Builder:
-    def build(opt: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
-        return functools.partial(_step, opt, axes, verdict), opt.init
+    def build(loss_fn: Loss, opt: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
+        return functools.partial(_step, loss_fn, opt, axes, verdict), opt.init
 
     return build
 
@@ -29,10 +29,17 @@ def _after(x: jax.Array, previous: jax.Array | None) -> jax.Array:
 
 
 def _step(
-    opt: Any, axes: tuple[str, ...], verdict: str, params: Any, state: Any, x: Any, y: Any
+    loss_fn: Loss,
+    opt: Any,
+    axes: tuple[str, ...],
+    verdict: str,
+    params: Any,
+    state: Any,
+    batch: Any,
 ) -> Any:
     scale = 1024.0
-    loss, grads = jax.value_and_grad(lambda *a: loss_fn(*a) * scale)(params, x, y)
+    scaled = lambda params, batch: loss_fn(params, batch) * scale
+    loss, grads = jax.value_and_grad(scaled)(params, batch)
     names = sorted(grads, reverse=True)
     bad = {name: ~jnp.all(jnp.isfinite(grads[name])) for name in names}
     for name in names:  # both outputs in use: the check stands before the all-reduce

@@ -19,6 +19,7 @@ import optax_npu
 from benchmarks.reference_step import (
     OPTIMIZERS,
     compile_step,
+    dense,
     no_loss_scale,
     ours,
     usual_recipe,
@@ -38,7 +39,7 @@ BUILDERS = {
 @functools.cache
 def compiled(target: str, builder: str, optimizer: str) -> Any:
     mesh = aot_mesh(target, ("data",) if builder == "flat" else ("node", "device"))
-    return compile_step(BUILDERS[builder], OPTIMIZERS[optimizer], mesh)
+    return compile_step(dense(), BUILDERS[builder], OPTIMIZERS[optimizer], mesh)
 
 
 @functools.cache

@@ -197,6 +197,16 @@ def test_flags_and_losses_are_no_gradients():
     assert [row.dtype for row in rows] == ["s32", "f32", "f32"]
 
 
+def test_a_padded_number_of_a_tpu_is_no_gradient():
+    text = program(
+        "%x = f32[1,1,128]{2,1,0:T(1,128)} parameter(0)",
+        f"ROOT %loss = f32[1,1,128]{{2,1,0:T(1,128)}} all-reduce(%x), {GROUPS}",
+    )
+    found = schedule_report(text)
+    assert not found.rows[0].is_gradient
+    assert found.chip.name == "TPU v5e"
+
+
 def test_collectives_of_the_model_are_no_gradients():
     square = "f32[1000,1000]{1,0}"
     contract = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
