@@ -6,6 +6,8 @@
     python examples/bert_pretrain.py --distributed        # on eight simulated devices
     python examples/bert_pretrain.py --corpus ~/my/texts  # any text file or folder
 
+On a GPU, "bit for bit" needs XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+
 The first steps overflow float16 on purpose: the loss scale starts high, each overflow
 is skipped completely and halves it. `bert/train.py` shows how little that takes.
 """

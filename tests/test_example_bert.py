@@ -299,7 +299,7 @@ def test_a_signal_saves_and_stops(straight, half, number, monkeypatch, capfd):
     monkeypatch.setattr(metrics.Log, "write", interrupted)
     assert run(half, "--resume", f"--steps={STEPS}") == 0
     said = capfd.readouterr().out
-    assert f"stopped before step {STEPS}" in said
+    assert f"stopped and saved at step 9 of {STEPS}" in said
     assert f"--out {half} --resume" in said
     assert signal.getsignal(number) is before
     monkeypatch.undo()

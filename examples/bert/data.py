@@ -86,20 +86,28 @@ def load_corpus(path: str | None, vocab_size: int, length: int) -> Corpus:
 
 
 def read_text(path: str | None) -> tuple[bytes, str]:
-    """The text of a file or of all text files of a folder, and its name."""
+    """The text of a file or of all text files of a folder, and what to call it."""
     root = Path(path if path is not None else sysconfig.get_path("stdlib"))
     try:
         if root.is_dir():
             text = _join(_texts(root, ".py" if path is None else ""))
         else:
-            text = root.read_bytes()[:MAX_BYTES]
+            text = _read(root)
     except OSError as error:
-        raise UserError(f"cannot read corpus {root}: {error.strerror}") from error
+        raise UserError(
+            f"cannot read corpus {error.filename}: {error.strerror}"
+        ) from error
     if not text.strip():
         raise UserError(f"corpus {root} holds no text; --corpus takes a file or folder")
     if b"\0" in text:
         raise UserError(f"corpus {root} is not text: it holds zero bytes")
-    return text, str(root)
+    cut = f" (its first {MAX_BYTES >> 20} MiB)" if len(text) == MAX_BYTES else ""
+    return text, f"{root}{cut}"
+
+
+def _read(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(MAX_BYTES)
 
 
 def _texts(root: Path, suffix: str) -> Iterator[bytes]:
@@ -108,9 +116,9 @@ def _texts(root: Path, suffix: str) -> Iterator[bytes]:
         hidden = any(part.startswith(".") for part in parts)
         skipped = suffix and not _SKIPPED.isdisjoint(parts)
         if not hidden and not skipped and file.is_file():
-            text = file.read_bytes()
-            if b"\0" not in text[:8192]:
-                yield text.replace(b"\0", b"")
+            text = _read(file)
+            if b"\0" not in text:
+                yield text
 
 
 def _join(texts: Iterator[bytes]) -> bytes:
@@ -118,7 +126,7 @@ def _join(texts: Iterator[bytes]) -> bytes:
     for text in texts:
         chosen.append(text)
         size += len(text) + 1
-        if size >= MAX_BYTES:
+        if size > MAX_BYTES:
             break
     return b"\n".join(chosen)[:MAX_BYTES]
 

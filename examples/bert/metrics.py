@@ -51,10 +51,6 @@ class Log:
         self._board.add_scalar("loss_scale_log2", math.log2(row.loss_scale), step)
         self._board.add_scalar("skipped_steps", row.skipped_steps, step)
 
-    def held_out(self, step: int, loss: float) -> None:
-        """Adds the held-out loss to TensorBoard."""
-        self._board.add_scalar("held_out_loss", loss, step)
-
     def close(self) -> None:
         """Writes what is still in memory."""
         self._file.close()

@@ -54,29 +54,40 @@ def parse(arguments: list[str] | None) -> dict[str, Any]:
         description="Pre-trains a small BERT on real text in half precision, with LAMB"
         " and a loss scale that skips overflows. Ctrl-C saves and stops.",
         argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--corpus", metavar="PATH", help=_help("file or folder", "Python's library"))
+    add("--corpus", metavar="PATH", help=_CORPUS)
     add("--out", metavar="DIR", help=_help("folder for everything written", "out"))
-    add("--resume", action="store_true", help="go on with the run in --out")
-    add("--steps", type=_count, help=_help("train until this step", "steps"))
+    add("--resume", action="store_true", help=_RESUME)
+    add("--steps", type=_count, metavar="N", help=_STEPS)
     for name, what in _COUNTS.items():
         add(f"--{name}", type=_count, metavar="N", help=_help(what, name))
-    add("--lr", type=_positive, help=_help("peak learning rate of LAMB", "lr"))
-    add("--weight-decay", type=_not_negative, help=_help("of LAMB", "weight_decay"))
-    add("--seed", type=_natural, help=_help("of parameters and data", "seed"))
-    add("--dtype", choices=("float16", "bfloat16", "float32"), help="of compute")
-    add("--loss-scale", choices=("off", "fixed", "dynamic"), help="the reference's")
-    what = "start of the loss scale, like 65536 or 2**16"
-    add("--init-loss-scale", type=_scale, help=_help(what, "init_loss_scale"))
-    what = "8 simulated devices, or those that are there"
+    add("--lr", type=_positive, metavar="X", help=_help("LAMB's at its peak", "lr"))
+    what = _help("LAMB's; not of biases and layer norms", "weight_decay")
+    add("--weight-decay", type=_not_negative, metavar="X", help=what)
+    add("--seed", type=_natural, metavar="N", help=_help("for everything", "seed"))
+    what = _help("of compute; parameters stay float32", "dtype")
+    add("--dtype", choices=("float16", "bfloat16", "float32"), help=what)
+    what = _help("fixed and dynamic skip overflows", "loss_scale")
+    add("--loss-scale", choices=("off", "fixed", "dynamic"), help=what)
+    what = "where it starts, like 65536 or 2**16 (default: 2**24)"
+    add("--init-loss-scale", type=_scale, metavar="X", help=what)
+    what = "train on 8 simulated devices, or on all that are there"
     add("--distributed", action="store_true", help=what)
-    what = "hide the update behind the last all-reduce; needs --distributed"
+    what = "hide updates behind the last all-reduce; needs --distributed"
     add("--tailing", action="store_true", help=what)
     return vars(parser.parse_args(arguments))
 
 
+_CORPUS = (
+    "a text file, or a folder of them (default: the sources and documentation of"
+    " Python's standard library)"
+)
+_RESUME = "go on with the run in --out, with its options"
+_STEPS = (
+    "train until this step (default: 1000; with --resume the end of the run, or as many"
+    " steps again)"
+)
 _COUNTS = {
     "batch-size": "sequences per step, over all devices",
     "length": "tokens per sequence",

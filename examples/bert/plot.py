@@ -19,7 +19,7 @@ def draw(
     path: Path,
     rows: list[Row],
     entropy: float,
-    held_out: Evaluation,
+    held_out: Evaluation | None,
     options: Options,
 ) -> None:
     """Writes the picture.
@@ -28,7 +28,7 @@ def draw(
       path: A PNG file.
       rows: The metrics of all steps.
       entropy: Unigram entropy of the text that was trained on.
-      held_out: The evaluation after the last step.
+      held_out: The evaluation after the last step, if there was one.
       options: What was trained, and how.
     """
     import matplotlib
@@ -56,7 +56,7 @@ def draw(
 
 
 def _draw_loss(
-    axes: Any, rows: list[Row], entropy: float, held_out: Evaluation
+    axes: Any, rows: list[Row], entropy: float, held_out: Evaluation | None
 ) -> None:
     steps = np.array([row.step for row in rows])
     losses = np.array([row.loss for row in rows])
@@ -66,16 +66,17 @@ def _draw_loss(
     middle = steps[width // 2 :][: smooth.size]
     name = f"training, mean of {width} steps"
     axes.plot(middle, smooth, color=_LOSS, linewidth=2, label=name)
-    axes.plot(
-        steps[-1:],
-        [held_out.loss],
-        "D",
-        color=_HELD_OUT,
-        markersize=8,
-        clip_on=False,
-        zorder=3,
-        label=f"held-out text at the end: {held_out.loss:.2f}",
-    )
+    if held_out:
+        axes.plot(
+            steps[-1:],
+            [held_out.loss],
+            "D",
+            color=_HELD_OUT,
+            markersize=8,
+            clip_on=False,
+            zorder=3,
+            label=f"held-out text at the end: {held_out.loss:.2f}",
+        )
     axes.axhline(
         entropy,
         color=_GREY,

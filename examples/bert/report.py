@@ -48,22 +48,31 @@ def postfix(told: Metrics) -> str:
 
 
 def summary(
-    out: Path, rows: list[Row], entropy: float, held_out: Evaluation, seconds: float
+    out: Path,
+    rows: list[Row],
+    entropy: float,
+    held_out: Evaluation | None,
+    seconds: float,
 ) -> str:
     """The numbers at the end, and where everything is."""
     last = rows[-1]
     recent = [row.loss for row in rows[-_LAST:]]
-    return (
-        f"step {last.step}, {seconds:.0f} s in this call\n"
+    lines = [
+        f"step {last.step}, {seconds:.0f} s in this call",
         f"final loss: {np.mean(recent):.3f} nats per token (mean of the last"
-        f" {len(recent)}); unigram entropy {entropy:.3f}\n"
-        f"held-out loss: {held_out.loss:.3f} nats per token; unigram entropy of the"
-        f" same {held_out.tokens:,} tokens {held_out.entropy:.3f}\n"
+        f" {len(recent)} steps); unigram entropy {entropy:.3f}",
         f"skipped steps: {last.skipped_steps} of {last.step}; loss scale"
-        f" {power_of_two(last.loss_scale)}\n"
+        f" {power_of_two(last.loss_scale)}",
         f"plot, metrics and checkpoints are in {out}: loss.png, metrics.csv,"
-        " tensorboard/, checkpoints/"
-    )
+        " tensorboard/, checkpoints/",
+    ]
+    if held_out:
+        text = (
+            f"held-out loss: {held_out.loss:.3f} nats per token; unigram entropy of"
+            f" the same {held_out.tokens:,} tokens {held_out.entropy:.3f}"
+        )
+        lines.insert(2, text)
+    return "\n".join(lines)
 
 
 def resume_command(out: Path) -> str:

@@ -124,22 +124,26 @@ class Job:
         return jax.device_get(told)
 
     def finish(self) -> None:
-        """The numbers, the picture, and how to go on."""
-        held_out = train.evaluate(
-            self.model, self.state.params, self.corpus, self.options, self.mesh
-        )
-        if not devices.is_first():
-            return
-        rows = metrics.read(metrics.csv_path(self.out))
+        """The picture, the numbers, and how to go on."""
+        go_on = f"go on with: {report.resume_command(self.out)}"
+        held_out = None
+        if self.step < self.target:  # said first: a scheduler may not wait for more
+            self.say(f"stopped and saved at step {self.step} of {self.target}\n{go_on}")
+        else:
+            held_out = self._evaluate()
+        rows = metrics.read(metrics.csv_path(self.out)) if devices.is_first() else []
         if rows:
-            self.log.held_out(self.step, held_out.loss)
             entropy = unigram_entropy(self.corpus.train)
             plot.draw(self.out / "loss.png", rows, entropy, held_out, self.options)
             seconds = time.monotonic() - self.began
             self.say(report.summary(self.out, rows, entropy, held_out, seconds))
-        if self.step < self.target:
-            self.say(f"stopped before step {self.target}; everything is saved")
-        self.say(f"go on with: {report.resume_command(self.out)}")
+        if held_out:
+            self.say(go_on)
+
+    def _evaluate(self) -> train.Evaluation:
+        return train.evaluate(
+            self.model, self.state.params, self.corpus, self.options, self.mesh
+        )
 
     def say(self, text: str) -> None:
         """Prints once, however many processes there are."""

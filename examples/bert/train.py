@@ -36,14 +36,12 @@ class Metrics(NamedTuple):
       loss_scale: The scale that this step used.
       applied: Whether it was applied; False is a skipped overflow.
       skipped_steps: How many were skipped so far.
-      consecutive_skips: How many of the last steps in a row were skipped.
     """
 
     loss: Any
     loss_scale: Any
     applied: Any
     skipped_steps: Any
-    consecutive_skips: Any
 
 
 def make_optimizer(options: Options) -> optax.GradientTransformationExtraArgs:
@@ -134,7 +132,6 @@ def make_step(
             scale,
             told["applied"],
             told["skipped_steps"],
-            told["consecutive_skips"],
         )
         return State(params, opt_state), metrics
 
