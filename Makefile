@@ -21,7 +21,7 @@ test: $(VENV)/.compilers
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 ## whole steps, reductions and schedules against what a user would pick instead
