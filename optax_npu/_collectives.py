@@ -26,6 +26,7 @@ from optax_npu._compat import all_gather_replicated
 # TPU tiles have 128 lanes; there, a flat buffer would turn a reduce-scatter into an
 # all-reduce.
 LANES = 128
+PIECE_BYTES, MAX_PIECES = 256 * 1024, 16
 
 
 class Numbers(NamedTuple):
@@ -173,7 +174,12 @@ def _exchange(x: jax.Array, level: Level) -> jax.Array:
             x, split_axis=0, concat_axis=0, tiled=True, **level.collective
         )
 
-    return _moved(move, x).reshape(level.size, -1, *x.shape[1:])
+    def in_pieces(x: jax.Array) -> jax.Array:
+        pieces = _pieces(x.reshape(level.size, -1))
+        return jnp.concatenate([move(p) for p in pieces], axis=1).reshape(x.shape)
+
+    moved = _moved(_for_links(level, move, in_pieces), x)
+    return moved.reshape(level.size, -1, *x.shape[1:])
 
 
 def _gather(x: jax.Array, level: Level) -> jax.Array:
@@ -182,7 +188,31 @@ def _gather(x: jax.Array, level: Level) -> jax.Array:
     def move(x: jax.Array) -> jax.Array:
         return all_gather_replicated(x, axis=0, tiled=True, **level.collective)
 
-    return _moved(move, x)
+    def in_pieces(x: jax.Array) -> jax.Array:
+        whole = jnp.concatenate([move(p) for p in _pieces(x.reshape(1, -1))], axis=1)
+        return whole.reshape(-1, *x.shape[1:])
+
+    return _moved(_for_links(level, move, in_pieces), x)
+
+
+def _for_links(
+    level: Level,
+    move: Callable[[jax.Array], jax.Array],
+    in_pieces: Callable[[jax.Array], jax.Array],
+) -> Callable[[jax.Array], jax.Array]:
+    """Gloo between nodes sends and receives a large message one after the other.
+
+    Pieces keep both directions of a slow link busy.
+    """
+    if not (level.between_nodes and jax.distributed.is_initialized()):
+        return move
+    return lambda x: lax.platform_dependent(x, cpu=in_pieces, default=move)
+
+
+def _pieces(shares: jax.Array) -> list[jax.Array]:
+    """(replicas, elements) in a few pieces of at least `PIECE_BYTES`."""
+    count = shares.size * shares.dtype.itemsize // PIECE_BYTES
+    return jnp.array_split(shares, min(max(count, 1), MAX_PIECES), axis=1)
 
 
 def _moved(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -132,6 +132,20 @@ def test_gloo_in_one_process_gets_no_reduce_scatter_either(monkeypatch):
         np.testing.assert_array_equal(np.asarray(leaf), reduction.expected(8)[key])
 
 
+def test_gloo_gets_large_messages_between_nodes_in_pieces(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    mesh = optax_npu.two_level_mesh(devices_per_node=4)
+    reduction = checks.REDUCTIONS["pmean checked, bfloat16 between nodes"]
+    program = reduction.compiled(mesh)
+    rows = optax_npu.schedule_report(program, devices_per_node=4).rows
+    sent = [row.bytes for row in rows if row.level == "inter"]
+    share = checks.BIG // 4 * 2  # bytes of bfloat16 in one device's share
+    assert len(sent) > 8
+    assert max(sent) < share // 2
+    for key, leaf in program().items():
+        np.testing.assert_array_equal(np.asarray(leaf), reduction.expected(8)[key])
+
+
 DIE_AT = 5
 
 
