@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -311,6 +312,7 @@ def test_a_signal_saves_and_stops(straight, half, number, monkeypatch, capfd):
 def test_a_second_ctrl_c_stops_at_once(half, monkeypatch, capfd):
     def twice(self, step, told):
         signal.raise_signal(signal.SIGINT)
+        time.sleep(0.01)  # Python runs the first handler, so that signals do not merge
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(metrics.Log, "write", twice)
