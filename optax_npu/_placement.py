@@ -62,4 +62,5 @@ def platform_of(text: str) -> str:
     """The kind of device that a text was compiled for, from its layouts and fusions."""
     if ":T(" in text or "_xla_megascale" in text:
         return "tpu"
-    return "gpu" if "fusion_backend_config" in text else "cpu"
+    gpu = ("fusion_backend_config", "operation_queue_id", "collective_backend_config")
+    return "gpu" if any(mark in text for mark in gpu) else "cpu"

@@ -75,7 +75,8 @@ class Roles:
     Attributes:
       gradients: The gradient collectives, in the order in which they start.
       entering: Names of those that take local gradients (not a later stage).
-      backward_end: Position of the last matrix product of the model; -1 without one.
+      backward_end: Position of the last matrix product of the model; without any, of
+        the last line of the model that leads to a gradient collective; -1 if none.
       last_done: Position at which the last gradient collective is done; -1 if none.
       optimizer: Bytes written by each line of optimizer work.
       role: Name of a line or collective to its role.
@@ -133,7 +134,9 @@ def find_roles(module: Module, collectives: Sequence[Collective]) -> Roles:
     return Roles(
         gradients=gradients,
         entering=_entering(flow, gradients, frozenset(inner), anchors),
-        backward_end=max((flow.position[name] for name in anchors), default=-1),
+        backward_end=max(
+            (flow.position[name] for name in anchors or model & leading), default=-1
+        ),
         last_done=last,
         optimizer=optimizer,
         role=role,

@@ -241,6 +241,26 @@ def test_products_of_the_optimizer_do_not_make_its_gradients_part_of_the_model()
     assert found.optimizer_bytes == 4_000_000
 
 
+def test_a_model_without_matrix_products_has_a_backward_pass():
+    backward = 'metadata={op_name="jit(step)/transpose(jvp())/mul"}'
+    text = program(
+        "%x = f32[1000]{0} parameter(0)",
+        f"%g = f32[1000]{{0}} multiply(%x, %x), {backward}",
+        f"%s = f32[1000]{{0}} all-reduce-start(%g), {GROUPS},"
+        ' backend_config={"operation_queue_id":"0"}',
+        f"%h = f32[1000]{{0}} multiply(%x, %x), {backward}",
+        "%d = f32[1000]{0} all-reduce-done(%s)",
+        f"%r = f32[1000]{{0}} all-reduce(%h), {GROUPS}",
+        "%u = f32[1000]{0} add(%d, %x)",
+        "%v = f32[1000]{0} add(%r, %x)",
+        "ROOT %out = (f32[1000]{0}, f32[1000]{0}) tuple(%u, %v)",
+    )
+    found = schedule_report(text)
+    assert (found.entering_in_backward, found.entering) == (1, 2)
+    assert [row.in_backward for row in found.rows] == [True, False]
+    assert found.chip.name == "H100 SXM"
+
+
 def test_tuples_count_every_array():
     text = program(
         "%x = f32[1000]{0} parameter(0)",
