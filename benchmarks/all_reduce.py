@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -61,12 +58,12 @@ CONTENDERS: dict[str, Reduce] = {
     "one level, every leaf alone (`num_packs=0`)": ours(FLAT, num_packs=0),
     "one level, packed (`num_packs=1`)": ours(FLAT),
     "one level, buckets of `npu_optimizer`": whole_optimizer(FLAT),
-    "two levels 2×4, every leaf alone": ours(AXES, num_packs=0),
-    "two levels 2×4, packed": ours(AXES),
-    "two levels 2×4, packed, bfloat16 between": ours(
+    "two levels 2x4, every leaf alone": ours(AXES, num_packs=0),
+    "two levels 2x4, packed": ours(AXES),
+    "two levels 2x4, packed, bfloat16 between": ours(
         AXES, inter_node_dtype=jnp.bfloat16
     ),
-    "two levels 2×4, buckets of `npu_optimizer`": whole_optimizer(AXES),
+    "two levels 2x4, buckets of `npu_optimizer`": whole_optimizer(AXES),
 }
 
 
@@ -159,7 +156,7 @@ def traffic(nodes: int) -> str:
         compiled = build(reduce, mesh, tree).compiled
         report = optax_npu.schedule_report(compiled, devices_per_node=per_node)
         out, floor = report.bytes_between_nodes, lowest * width / 4
-        rows.append([f"{nodes}×{per_node}", name, out / MIB, floor / MIB, out / floor])
+        rows.append([f"{nodes}x{per_node}", name, out / MIB, floor / MIB, out / floor])
     return table(
         ["mesh", "reduction", "MiB out of a node", "minimum, MiB", "ratio"], rows
     )
@@ -170,6 +167,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
     parts = []
     for name, shapes in TREES.items():
         parts.append(f"### {name}\n\n" + compare(shapes, 5 if args.quick else 15))
